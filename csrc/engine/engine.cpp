@@ -52,7 +52,7 @@ Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts)
       audit_(*parts_, *batch_, sealer_),
       keeping_(*parts_, *batch_, tail_, sealer_, *past_),
       exact_chunks_(calls_, *parts_, *batch_, *past_, steps_, appender_, keeping_),
-      given_(calls_, *parts_, *batch_, steps_, exact_chunks_, keeping_.given()),
+      given_(calls_, *parts_, *batch_, steps_, exact_chunks_, keeping_.given(), table_),
       page_scores_(*parts_, *batch_) {}
 
 Engine::~Engine() {

@@ -1,5 +1,6 @@
 #include "engine/given.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -42,6 +43,33 @@ Status Given::take_choice(int64_t layer, std::vector<std::vector<int32_t>> group
                           std::vector<std::vector<int32_t>> predicted) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
   return steps_.of(layer).override_with(std::move(groups), std::move(predicted));
+}
+
+Status Given::take_tokens(int64_t layer, const std::vector<std::vector<int64_t>>& positions) {
+  KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
+  if (std::ssize(positions) != batch_.size()) {
+    return Status::invalid("give_tokens: positions must be given for each of " +
+                           std::to_string(batch_.size()) + " sequences, got " +
+                           std::to_string(positions.size()));
+  }
+  if (parts_.keep.pages > 0 || parts_.plan.has_clusters || parts_.plan.is_exact(layer)) {
+    return Status::invalid(
+        "give_tokens: layer " + std::to_string(layer) +
+        " must choose groups of tokens and keep none beside them, so that each has its place");
+  }
+  const int64_t held = batch_.layer(layer).positions;
+  std::vector<std::vector<int32_t>> narrow;
+  for (const std::vector<int64_t>& of_sequence : positions) {
+    std::vector<int32_t>& own = narrow.emplace_back(of_sequence.begin(), of_sequence.end());
+    std::ranges::sort(own);
+    const bool is_inside =
+        std::ranges::all_of(of_sequence, [=](int64_t one) { return one >= 0 && one < held; });
+    if (is_inside) continue;
+    return Status::invalid("give_tokens: positions must lie in 0.." + std::to_string(held - 1) +
+                           ", as many as layer " + std::to_string(layer) + " holds");
+  }
+  table_.see_only(layer, std::move(narrow));
+  return Status::ok();
 }
 
 Status Given::take_validity(int64_t batch, int64_t positions, const bool* valid) {

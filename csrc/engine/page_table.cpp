@@ -1,6 +1,7 @@
 #include "engine/page_table.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "methods/cluster_selector.h"
 
@@ -39,6 +40,24 @@ void PageTable::hide_later_padding(const Apart& first, const TokenValidity& vali
     const auto page = std::ranges::find(chosen, page_id(place / page_tokens));
     if (page == chosen.end()) continue;
     masks_[first.chosen + (page - chosen.begin())] &= ~(uint64_t{1} << (place % page_tokens));
+  }
+}
+
+void PageTable::see_only(int64_t layer, std::vector<std::vector<int32_t>> positions) {
+  seen_layer_ = layer;
+  seen_ = std::move(positions);
+}
+
+void PageTable::hide_unseen(int64_t sequence) {
+  const int64_t first = sequence * parts_.plan.pages_per_layer;
+  for (int64_t entry = first; entry < first + counts_[sequence]; ++entry) {
+    const int64_t begin = positions_[entry];
+    uint64_t seen = 0;
+    auto next = std::ranges::lower_bound(seen_[sequence], begin);
+    for (; next != seen_[sequence].end() && *next < begin + parts_.options.group_tokens; ++next) {
+      seen |= uint64_t{1} << (*next - begin);
+    }
+    masks_[entry] &= seen;
   }
 }
 
@@ -126,7 +145,11 @@ void PageTable::build(int64_t layer, int64_t queries, const LayerStep& step) {
       add(group, tail_.page(layer, sequence, group));
     }
     counts_[sequence] = static_cast<int32_t>(entry - sequence * pages_max);
+    if (seen_layer_ == layer) hide_unseen(sequence);
   }
+  if (seen_layer_ != layer) return;
+  seen_layer_ = -1;
+  seen_ = {};
 }
 
 void PageTable::describe(PagedAttentionArgs& args) const {

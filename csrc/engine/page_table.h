@@ -22,6 +22,9 @@ class PageTable {
   /// position -(i + 1) * group_tokens; of kept ones those in e4m3 behind the others.
   /// queries: the newest positions.
   void build(int64_t layer, int64_t queries, const LayerStep& step);
+  /// The layer's next table shows these positions alone, rising: [sequences][...]. As large as the
+  /// caller's own list, and gone with that table.
+  void see_only(int64_t layer, std::vector<std::vector<int32_t>> positions);
   /// The table's part of the kernel's arguments.
   void describe(PagedAttentionArgs& args) const;
 
@@ -41,9 +44,13 @@ class PageTable {
   void hide_later_padding(const Apart& first, const TokenValidity& validity, const ClusterRow& row,
                           const std::vector<int32_t>& chosen);
 
+  void hide_unseen(int64_t sequence);
+
   const EngineParts& parts_;
   const Batch& batch_;
   const Tail& tail_;
+  int64_t seen_layer_ = -1;                 // -1: all is seen
+  std::vector<std::vector<int32_t>> seen_;  // [sequences][positions], rising
   // Of sequences, which are KV heads where those are apart.
   std::vector<const void*> pages_;        // [batch, pages_max]
   std::vector<uint64_t> masks_;           // [batch, pages_max]

@@ -134,6 +134,11 @@ void declare_held(Cache& cache, const HeldPositions& held) {
   throw_status(use.engine().given().take_validity(held.batch, held.positions, held.valid));
 }
 
+void give_tokens(Cache& cache, int64_t layer, const TokenChoice& choice) {
+  const Cache::Impl::Use use(*cache.impl_);
+  throw_status(use.engine().given().take_tokens(layer, choice.positions));
+}
+
 LookAhead Cache::wants_look_ahead(int64_t layer, int64_t tokens) const {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine();

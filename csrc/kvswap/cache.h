@@ -182,6 +182,7 @@ class Cache {
 
  private:
   friend void declare_held(Cache& cache, const HeldPositions& held);
+  friend void give_tokens(Cache& cache, int64_t layer, const TokenChoice& choice);
 
   class Impl;
   explicit Cache(std::unique_ptr<Impl> impl);
@@ -193,5 +194,9 @@ class Cache {
 /// became it here counts again if a later call says so, as after a pass that is taken back. Such a
 /// position is attended no more. Sinks stay where they are, and summaries as they were.
 void declare_held(Cache& cache, const HeldPositions& held);
+
+/// What the layer's next attend() sees, of a cache with rows=given; see TokenChoice. GroupScores
+/// say which groups are read.
+void give_tokens(Cache& cache, int64_t layer, const TokenChoice& choice);
 
 }  // namespace kvswap

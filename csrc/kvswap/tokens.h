@@ -88,4 +88,10 @@ struct GroupChoice {
   std::vector<std::vector<int64_t>> predicted = {};
 };
 
+/// What a layer's next attend() of one query sees, of what its choice of groups has in memory:
+/// these tokens and no other. For a model whose own index says which tokens it attends.
+struct TokenChoice {
+  std::vector<std::vector<int64_t>> positions;  // [batch][...]; heads=each: [batch * kv_heads][...]
+};
+
 }  // namespace kvswap

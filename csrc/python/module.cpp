@@ -200,6 +200,12 @@ void bind_plain_calls(py::class_<TensorCache>& cache) {
           py::arg("layer"), py::arg("groups"),
           py::arg("predicted") = std::vector<std::vector<int64_t>>(), Released())
       .def(
+          "give_tokens",
+          [](TensorCache& self, int64_t layer, std::vector<std::vector<int64_t>> positions) {
+            kvswap::give_tokens(self.cache(), layer, {std::move(positions)});
+          },
+          py::arg("layer"), py::arg("positions"), Released())
+      .def(
           "needs_scores",
           [](const TensorCache& self, int64_t layer, int64_t queries) {
             return self.cache().layer(layer, queries).needs_scores;

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvswap_torch.hf.families import ModelParts
 
 NAME = "kvswap"
+CUT_BY_MASK = ("eager", "sdpa")  # implementations that are not told what an index has chosen
 
 
 class Switch:
@@ -151,6 +152,7 @@ def attention(
             return output, None
     layer = passes.layer_of(module)
     if layer is None:
+        attention_mask = _with_choice(module, key, attention_mask, kwargs.get("indices"))
         return _previous_attention(module)(module, query, key, value, attention_mask, **kwargs)
     return layer.attend(module, query, key, value, attention_mask, **kwargs), None
 
@@ -166,9 +168,12 @@ def mask(**kwargs: Any) -> Any:
     """
     config = kwargs.get("config")
     switch = Switch.of(config)
-    if switch is not None and passes.is_with_ours(config) and _is_causal(switch, kwargs):
+    is_ours = switch is not None and passes.is_with_ours(config)
+    has_index = is_ours and passes.has_index()
+    if is_ours and not has_index and _is_causal(switch, kwargs):
         return kwargs.get("attention_mask")
-    name = switch.previous if switch else "sdpa"
+    # An index wants to know of every token which it may choose, in bools.
+    name = switch.previous if switch and not has_index else "sdpa"
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None  # as transformers does for an implementation without a mask function
     return ALL_MASK_ATTENTION_FUNCTIONS[name](**kwargs)
@@ -180,6 +185,24 @@ def _is_causal(switch: Switch, kwargs: dict[str, Any]) -> bool:
     # An overlay on a window cannot be seen, but it forbids the skip.
     plain = kwargs.get("allow_is_causal_skip", True) and not kwargs.get("use_vmap", False)
     return plain and kwargs["local_size"] in switch.windows
+
+
+def _with_choice(
+    module: nn.Module,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    indices: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """The mask of a model with an index, which cuts it itself where eager or sdpa is its name."""
+    switch = Switch.of(getattr(module, "config", None))
+    if indices is None or mask is None or switch is None or switch.previous not in CUT_BY_MASK:
+        return mask
+    batch, queries, _ = indices.shape
+    left_out = indices.new_ones((batch, queries, key.shape[2]), dtype=torch.bool)
+    left_out = left_out.scatter(-1, indices.long(), False).unsqueeze(1)
+    if mask.dtype == torch.bool:
+        return mask & ~left_out
+    return mask.masked_fill(left_out, torch.finfo(mask.dtype).min)
 
 
 def _previous_attention(module: nn.Module) -> Callable[..., Any]:

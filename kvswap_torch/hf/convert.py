@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache
 
+from kvswap_torch.hf.indexed import IndexedLayer
 from kvswap_torch.hf.layer import DiskLayer
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ def fill(cache: KVSwapCache, source: Any, attention_mask: torch.Tensor | None) -
         cache.driver.begin_forward(batch, tokens, attention_mask)
         for number, layer in enumerate(disk):
             cache.driver.store(number, *cache.parts.stored(layer.keys, layer.values))
+            if getattr(layer, "is_indexer_initialized", False):
+                cache.layers[cache.parts.disk[number]].keep_index(layer.indexer_keys)
 
 
 def _check(cache: KVSwapCache, disk: list[Any]) -> None:
@@ -114,4 +117,6 @@ def read(cache: KVSwapCache) -> DynamicCache:
         elif positions:
             keys, values = cache.driver.session.read_back(layer.disk_index, 0, positions)
             dynamic.layers[index].update(*cache.parts.cached(keys, values))
+            if isinstance(layer, IndexedLayer) and layer.index_keys.is_initialized:
+                dynamic.layers[index].update_indexer(layer.index_keys.keys.squeeze(1).clone())
     return dynamic

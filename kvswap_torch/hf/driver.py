@@ -17,6 +17,7 @@ import torch
 from kvswap_torch.chunks import pass_of
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import BudgetError, ClosedError, KVSwapError
+from kvswap_torch.hf import indexed
 from kvswap_torch.hf import session as session_module
 from kvswap_torch.hf.estimates import Estimates
 from kvswap_torch.hf.families import ModelParts, refuse_rope_crossing
@@ -104,7 +105,9 @@ class SessionDriver:
     def _beside(self, config: SwapConfig, batch: int, context: int) -> dict[str, int]:
         plugged = self.plug_ins.nbytes(batch, context)
         predictor = self._predictor.nbytes if config.predicts else 0
-        return {"predictor": predictor, "plug_in": plugged}
+        index = self.parts.index_width * batch * context * self.parts.dtype.itemsize
+        uses = {"predictor": predictor, "plug_in": plugged}
+        return uses | ({"index": index} if index else {})
 
     def _open(self, first: FirstPass | None) -> None:
         """Opens a session with settings for the first forward pass, or for what is known before."""
@@ -279,12 +282,22 @@ class SessionDriver:
         """Like `look_ahead`, where any query will do: nothing has to be predicted."""
         self.session.read_ahead(layer, tokens)
 
-    def attend(self, layer: int, query, keys, values, terms) -> torch.Tensor:
-        """Stores the new K and V, attends by `ScoreTerms`; ``[batch, tokens, heads, head_dim]``."""
+    def attend(
+        self, layer: int, query, keys, values, terms, choice: indexed.Choice | None = None
+    ) -> torch.Tensor:
+        """Stores the new K and V, attends by `ScoreTerms`; ``[batch, tokens, heads, head_dim]``.
+
+        choice: what an index of the model has chosen; None: the session chooses.
+        """
         type_before = query.dtype
         query_, keys, values = _own_types(self.parts, query, keys, values)
         with torch.no_grad(), ExplainedGrowth(self, layer, keys.shape[2]):
-            output = self.session.extend(layer, query_, keys, values, *terms).to(type_before)
+            if choice is None:
+                output = self.session.extend(layer, query_, keys, values, *terms)
+            else:
+                self.session.append(layer, keys, values)
+                output = indexed.attend(self.session, self.config, layer, query_, terms, choice)
+            output = output.to(type_before)
         self._stored(layer)
         return NoGradient.apply(output, query) if torch.is_grad_enabled() else output
 

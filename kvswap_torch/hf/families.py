@@ -26,7 +26,8 @@ LATENT_DIM_MAX = 1024
 # Kinds of layers with a past that grows, and why it stays in memory.
 OTHER_KINDS = {
     "hybrid": "has attention only in hybrid blocks, beside a recurrent state of the same layer",
-    "indexed_attention": "chooses by an index of its own what it attends to (indexed_attention)",
+    "indexed_attention": "chooses by an index of its own, before it caches keys, and attends by a "
+    "mask (indexed_attention)",
     "compressed_sparse_attention": "compresses its cache itself (compressed_sparse_attention)",
     "heavily_compressed_attention": "compresses its cache itself (heavily_compressed_attention)",
 }
@@ -56,6 +57,9 @@ class ModelParts:
         Which part this process has where several run one model, and `disk` of all of them.
     value_dim
         Of a KV head's values; records have them as wide as keys, with zeros behind.
+    index_topk, index_width
+        Of a model that chooses by an index of its own: tokens that a query attends, and numbers of
+        the index's keys in all layers on disk. 0: it attends all.
     latent
         Of a model that caches latents: how wide they are. `shape` is then that of one KV head whose
         keys are the latent and the rotated key, and whose values are its keys.
@@ -76,6 +80,8 @@ class ModelParts:
     placement: Placement = field(default_factory=Placement, repr=False)
     disk_everywhere: tuple[int, ...] = ()
     value_dim: int = 0
+    index_topk: int = 0
+    index_width: int = 0
     latent: Latent | None = None
 
     @cached_property
@@ -170,7 +176,7 @@ def model_parts(model: Any, place: torch.device | None = None) -> ModelParts:
     mixers = tuple(mixer for layer in decoder.layers for mixer in _mixers(layer))
     _check_kinds(name, kinds, mixers)
     windows = _full_windows(config, kinds, layer_kwargs)
-    disk_everywhere = _disk_layers(name, kinds, layer_kwargs, windows)
+    disk_everywhere = _disk_layers(name, kinds, layer_kwargs, windows, mixers)
     layer_config = config.per_layer_config[disk_everywhere[0]]
     heads = layer_config.num_attention_heads
     latent = latent_of(mixers[disk_everywhere[0]])
@@ -207,6 +213,7 @@ def model_parts(model: Any, place: torch.device | None = None) -> ModelParts:
         disk_everywhere=disk_everywhere,
         value_dim=getattr(attentions[0], "v_head_dim", shape.head_dim),
         latent=latent,
+        **_index_of(config, kinds, disk, mixers),
     )
 
 
@@ -285,16 +292,32 @@ def _full_windows(config: Any, kinds: list[str], layer_kwargs: list[dict]) -> fr
     return frozenset(w for w in windows if isinstance(longest, int) and w >= longest)
 
 
+def _index_of(
+    config: Any, kinds: list[str], disk: tuple[int, ...], mixers: tuple[nn.Module | None, ...]
+) -> dict[str, int]:
+    if kinds[disk[0]] != "indexed_attention":
+        return {}
+    own = sum(getattr(mixers[i], "indexer", None) is not None for i in disk)
+    return {"index_topk": config.index_topk, "index_width": own * config.index_head_dim}
+
+
 def _disk_layers(
-    name: str, kinds: list[str], layer_kwargs: list[dict], windows: frozenset[int]
+    name: str,
+    kinds: list[str],
+    layer_kwargs: list[dict],
+    windows: frozenset[int],
+    mixers: tuple[nn.Module | None, ...],
 ) -> tuple[int, ...]:
-    """Of all processes: those of full attention."""
+    """Of all processes: those of full attention, and those whose index says what they attend."""
     found = tuple(
         i
         for i, kind in enumerate(kinds)
         if kind == "full_attention"
         or (kind == "sliding_attention" and layer_kwargs[i]["sliding_window"] in windows)
+        or (kind == "indexed_attention" and latent_of(mixers[i]) is not None)
     )
+    if len({kinds[i] == "indexed_attention" for i in found}) > 1:
+        raise unsupported(name, "has layers with an index of what they attend beside such without")
     if not found:
         raise unsupported(name, _why_none(kinds, layer_kwargs))
     return found

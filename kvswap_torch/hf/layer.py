@@ -128,10 +128,7 @@ class DiskLayer(CacheLayerMixin):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attends over this layer's cache; ``[batch, tokens, heads, head_dim]``."""
-        if self._pending is None:
-            raise UnsupportedModelError(_why_no_update(module, self.driver.parts.outermost))
-        keys, values = self._pending
-        self._pending = None
+        keys, values = self._take_pending(module)
         expands = self.driver.parts.latent is not None
         if not expands and (key.shape != keys.shape or value.shape != values.shape):
             raise UnsupportedModelError(
@@ -147,6 +144,13 @@ class DiskLayer(CacheLayerMixin):
         parts = self.driver.parts
         stored, asked = parts.stored(keys, values), parts.asked(module, query)
         return parts.answered(module, self.driver.attend(self.disk_index, asked, *stored, terms))
+
+    def _take_pending(self, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `update` took."""
+        if self._pending is None:
+            raise UnsupportedModelError(_why_no_update(module, self.driver.parts.outermost))
+        pending, self._pending = self._pending, None
+        return pending
 
     def _plain_sinks(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
         """In fp32, made anew where they changed: a device may read them after the step returned."""

@@ -18,6 +18,7 @@ from kvswap_torch.errors import ConfigError
 from kvswap_torch.hf.driver import SessionDriver
 from kvswap_torch.hf.elsewhere import LayerElsewhere
 from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.hf.indexed import IndexedLayer, settings_of_index
 from kvswap_torch.hf.layer import DiskLayer
 from kvswap_torch.hf.placement import local_config
 from kvswap_torch.hf.plug_ins import PlugIns
@@ -85,6 +86,8 @@ class Wish:
             longest = getattr(parts.config, "max_position_embeddings", None)
             config = with_keep(config or SwapConfig(), self.keep, self.max_context or longest)
         config = self.plug_ins.config(config, parts)
+        if parts.index_topk:
+            config = settings_of_index(config, parts, self.max_context)
         _check_path(self.path, config)
         if config is not None:
             config.check_model(parts.identity)
@@ -145,7 +148,8 @@ def layers_of(parts: ModelParts, driver: SessionDriver) -> list[Any]:
         if not parts.placement.has_layer(index):
             layers.append(LayerElsewhere(driver))
         elif index in parts.disk_index:
-            layers.append(DiskLayer(driver, parts.disk_index[index]))
+            kind_of_layer = IndexedLayer if kind == "indexed_attention" else DiskLayer
+            layers.append(kind_of_layer(driver, parts.disk_index[index]))
         else:
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**parts.layer_kwargs[index]))
     return layers

@@ -54,6 +54,12 @@ def is_with(cache: KVSwapCache) -> bool:
     return here.cache is not None and here.cache() is cache
 
 
+def has_index() -> bool:
+    """Whether the model of this thread's pass chooses by an index of its own what it attends."""
+    cache = here.cache and here.cache()
+    return cache is not None and cache.parts.index_topk > 0
+
+
 def attend_next(module: nn.Module, layer: DiskLayer) -> None:
     """`module` is about to attend over `layer`."""
     here.attending = weakref.ref(module), weakref.ref(layer)

@@ -47,7 +47,13 @@ class PlugIns:
             config = SwapConfig(summary=Summary(kind="user"))
         has = config or SwapConfig()
         policy = None if has.retention is None else has.retention.POLICY
-        _check("group_scores", self.group_scores, "summary.kind", has.summary.kind)
+        if parts.index_topk and (self.group_scores is not None or self.token_scores is not None):
+            raise ConfigError(
+                f"group_scores and token_scores: must be left out, since the index of {parts.name} "
+                "says which tokens are attended"
+            )
+        if not parts.index_topk:
+            _check("group_scores", self.group_scores, "summary.kind", has.summary.kind)
         _check("token_scores", self.token_scores, "retention.policy", policy)
         return config
 

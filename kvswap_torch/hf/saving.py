@@ -19,6 +19,7 @@ from kvswap_torch.hf import saved_layers
 from kvswap_torch.hf.driver import SessionDriver
 from kvswap_torch.hf.elsewhere import LayerElsewhere
 from kvswap_torch.hf.families import ModelParts, model_parts
+from kvswap_torch.hf.indexed import refuse_index
 from kvswap_torch.hf.key_probe import probe as probe_keys
 from kvswap_torch.hf.layer import DiskLayer
 from kvswap_torch.hf.lookahead import LookAhead
@@ -119,6 +120,7 @@ class Saving:
             The cache is empty, or one process's part of a model that several run.
         """
         self._make_usable()
+        refuse_index("save", self.parts)
         if self.parts.placement.is_shared:
             raise KVSwapError(
                 "save: the cache must be one process's, and this one is a part of a model that "
@@ -273,6 +275,7 @@ class Saving:
             The cache is empty, or one process's part of a model that several run.
         """
         self._make_usable()
+        refuse_index("fork", self.parts)
         if self.parts.placement.is_shared:
             raise KVSwapError("fork: the cache must be one process's, and this one is a part")
         if self.driver.positions() == 0:

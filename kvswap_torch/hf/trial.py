@@ -20,6 +20,7 @@ from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.hf import passes
 from kvswap_torch.hf.attention import Switch
 from kvswap_torch.hf.families import ModelParts, unsupported
+from kvswap_torch.hf.indexed import check_choice, refuse_terms
 from kvswap_torch.hf.layer import refuse_options
 
 TOKENS = 2
@@ -152,6 +153,10 @@ class TrialCache(Cache):
                 f"has queries of shape {list(query.shape)} in {name}; its config says "
                 f"{[1, heads, TOKENS, head_dim]}"
             )
+        if self.parts.index_topk:
+            check_choice(module, mask, options.get("indices"))
+            refuse_terms(module, options)
+            mask = None
         refuse_options(module, mask, 0.0, options)
         return torch.zeros_like(query[..., : value.shape[-1]]).transpose(1, 2)
 
@@ -210,6 +215,9 @@ class TrialLayer(DynamicLayer):
         self.keys, self.values = key_states, value_states
         self._trial().updates(self)
         return key_states, value_states
+
+    def update_indexer(self, index_keys: torch.Tensor) -> torch.Tensor:
+        return index_keys
 
 
 def _is_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -111,14 +111,17 @@ TINY: dict[str, Any] = (
 )
 # Latent attention (MLA) has as many as query heads; what it caches of two tokens fills a block.
 _LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 56}
+# So few tokens that tests choose some of many.
+_INDEX = _LATENT | {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _TINY_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
                 "num_attention_heads": 2, "image_size": 16, "patch_size": 8}  # fmt: skip
 # What a family wants beside or instead of that.
 OWN: dict[str, dict[str, Any]] = dict.fromkeys(
-    ("AXK1", "AXK2", "DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite", "GlmMoeDsa")
-    + ("MiniCPM3", "Mistral4", "Youtu"),
+    ("AXK1", "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3", "Mistral4", "Youtu"),
     _LATENT,
+) | dict.fromkeys(
+    ("AXK2", "DeepseekV32", "HYV4"), _INDEX
 ) | {
     "BailingHybrid": _LATENT | {"layer_group_size": 2},
     "KimiLinear": _LATENT | {"layer_types": [LINEAR, FULL, LINEAR, FULL]},
@@ -136,6 +139,7 @@ OWN: dict[str, dict[str, Any]] = dict.fromkeys(
                "global_head_dim": 32},
     "Gemma4Unified": {"layer_types": [SLIDING, FULL] * 2, "global_head_dim": 32},
     "Git": {"vision_config": _TINY_VISION},
+    "GlmMoeDsa": _INDEX | {"indexer_types": ["full", "shared"] * 2},
     "GPTNeo": {"attention_types": [[["global", "local"], 2]]},
     "GraniteMoeHybrid": {"layer_types": [LINEAR, FULL] * 2},
     "Inkling": {"layer_types": ["hybrid_sliding", HYBRID] * 2},
@@ -176,7 +180,9 @@ a batch with padding gives `DynamicCache`'s tokens in fp32 while all groups fit 
 vision-language model is as its text model. Models with multi-head latent attention (MLA) keep the
 latent and the rotated key of a token, as `DynamicCache` does, in records without values; groups are
 chosen, and attended, by queries that have taken the expansion of keys in. They run on the CPU, in
-one process or in stages, with records in the model's dtype.
+one process or in stages, with records in the model's dtype. Where an index of the model itself says
+which tokens each query attends (DeepSeek V3.2 and its kin), a step reads just those, and the tokens
+are equal under any budget that holds them.
 `python -m tests.python.every_model > docs/models.md` writes this page, and
 `tests/python/test_hf_every_model.py` holds it true.
 

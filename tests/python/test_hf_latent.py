@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import DynamicCache
 
@@ -27,7 +28,8 @@ pytestmark = [
 ]
 # Rotary channels in halves and interleaved, as complex numbers, and none; queries through a latent
 # of their own and not; scaled by positions; beside recurrent layers.
-FAMILIES = ("DeepseekV2", "DeepseekV3", "Mistral4", "MiniCPM3", "KimiLinear", "BailingHybrid")
+KNOWN = ("DeepseekV2", "DeepseekV3", "Mistral4", "MiniCPM3", "KimiLinear", "BailingHybrid")
+FAMILIES = [name for name in KNOWN if hasattr(transformers, f"{name}ForCausalLM")]
 RANK, ROTARY, HEADS = 56, 8, 4
 
 
