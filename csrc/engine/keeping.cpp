@@ -40,6 +40,7 @@ class TurnCost {
 void Keeping::reserve(Arena& arena, const Plan& plan, const Extent& extent) {
   Dropping::reserve(arena, plan);
   KeptPages::reserve(arena, plan);
+  SummaryExclusion::reserve(arena, plan);
   WindowWeigher::reserve(arena, plan);
   Joining::reserve(arena, plan);
   GroupFits::reserve(arena, plan);
@@ -253,6 +254,7 @@ Status Keeping::turn_of(int64_t layer, int64_t part) {
     std::sort(positions.begin(), positions.end());
   }
   KVSWAP_RETURN_IF_ERROR(kept_pages_.adopt(layer, part, std::move(positions)));
+  KVSWAP_RETURN_IF_ERROR(exclusion_.update(layer, part));
   if (!parts_.keep.kind.accumulates) std::fill(kept.mass.begin(), kept.mass.end(), 0.0f);
   // Where turns are staggered a prompt's, and one that comes late, leaves them so.
   const int64_t since =

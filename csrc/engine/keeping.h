@@ -14,6 +14,7 @@
 #include "engine/past_reader.h"
 #include "engine/sealer.h"
 #include "engine/step_mass.h"
+#include "engine/summary_exclusion.h"
 #include "engine/tail.h"
 #include "engine/window_weigher.h"
 
@@ -31,7 +32,8 @@ namespace kvswap {
 /// GivenWorths says; after a prompt with one that keeps outliers by what GroupFits does. Kept
 /// tokens are copied to pages of their own (KeptPages); on disk everything stays where it is, and
 /// where nothing is on disk Dropping says what is left. While everything fits, nobody is kept. A
-/// turn that fails leaves the old set. With keep_share=auto a prompt's turn finds out how many
+/// turn that fails leaves the old set. With keep_excluded rows of groups leave kept tokens out
+/// (SummaryExclusion). With keep_share=auto a prompt's turn finds out how many
 /// stay, and so many groups fewer are selected (PRKV G). Where layers differ in how many they keep
 /// LayerDivision says it. What leaves the tail joins those that are kept where the keeper says so
 /// (Joining). Not thread-safe.
@@ -41,6 +43,7 @@ class Keeping {
       : parts_(parts),
         batch_(batch),
         kept_pages_(parts, batch, tail, sealer, past),
+        exclusion_(parts, batch, sealer, past),
         dropping_(parts, batch, kept_pages_),
         given_(parts, batch),
         weigher_(parts, batch, tail, past, dropping_),
@@ -92,6 +95,7 @@ class Keeping {
   EngineParts& parts_;
   Batch& batch_;
   KeptPages kept_pages_;
+  SummaryExclusion exclusion_;
   Dropping dropping_;
   GivenWorths given_;
   WindowWeigher weigher_;

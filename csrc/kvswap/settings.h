@@ -150,6 +150,10 @@ struct Settings {
   /// the tokens that were attended; reads nothing. all_tokens (PRKV Alg. 1): over every earlier
   /// token; reads the layer's records twice.
   std::string keep_scores = "attended";
+  /// retention.exclude_from_summary: Group bounds or means leave retained tokens out, and are
+  /// recomputed when the retained set changes (PRKV Alg. 1, lines 9-14). Reads the groups that
+  /// change. Records stay.
+  bool keep_excluded = false;
   /// retention.variance_weight: A token's score is its mean attention plus this times the
   /// variance (gamma).
   double keep_variance = 0.0;

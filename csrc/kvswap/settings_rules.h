@@ -59,6 +59,7 @@ inline constexpr ConfigField kConfigFields[] = {{"reader", true},
                                                 {"keep_pool", true},
                                                 {"keep_interval", true},
                                                 {"keep_scores", true},
+                                                {"keep_excluded", true},
                                                 {"keep_variance", true},
                                                 {"keep_slack", true},
                                                 {"keep_ratio", true},
@@ -137,6 +138,7 @@ void visit_settings(Visit&& visit) {
   visit("keep_pool", &Settings::keep_pool, IntRange{1, 63});
   visit("keep_interval", &Settings::keep_interval, IntRange{0, 1048576});
   visit("keep_scores", &Settings::keep_scores, OneOf{{"attended", "disk"}});
+  visit("keep_excluded", &Settings::keep_excluded, Boolean{});
   visit("keep_variance", &Settings::keep_variance, RealRange{0.0, 1000000.0, "0.0 to 1000000.0"});
   visit("keep_slack", &Settings::keep_slack, RealRange{0.0, 1.0, "0.0 to 1.0"});
   visit("keep_ratio", &Settings::keep_ratio, RealRange{0.0, 1.0, "0.0 to 1.0"});
@@ -213,6 +215,7 @@ inline constexpr ConfigPath kConfigPaths[] = {
     {"keep_interval", "retention", "refresh_interval", "", true},
     {"keep_scores", "retention", "refresh_scores", "attended=attended all_tokens=disk", true},
     {"keep_share", "retention", "budget", "fixed=fixed prompt_adaptive=auto", true},
+    {"keep_excluded", "retention", "exclude_from_summary", "", true},
     {"keep_layer_shares", "retention", "layer_weights", "", true},
     {"keep_layer_least", "retention", "min_layer_tokens", "", true},
     {"keep_layer_most", "retention", "max_layer_multiple", "", true},
@@ -243,7 +246,8 @@ struct ConfigPolicy {
 };
 inline constexpr ConfigPolicy kConfigPolicies[] = {
     {"recent_only", "newest", ""},
-    {"snapkv", "observed", "tokens window_size kernel_size refresh_interval refresh_scores budget"},
+    {"snapkv", "observed",
+     "tokens window_size kernel_size refresh_interval refresh_scores budget exclude_from_summary"},
     {"compresskv", "observed",
      "tokens window_size kernel_size layer_weights min_layer_tokens max_layer_multiple "
      "scoring_heads"},
@@ -312,6 +316,7 @@ inline constexpr OnlyRule kOnlyRules[] = {
     {"keep_pool", "keeper", "observed arkv cake", "", "", ""},
     {"keep_interval", "keeper", "observed heavy given", "", "", ""},
     {"keep_scores", "keeper", "observed", "", "", ""},
+    {"keep_excluded", "keeper", "observed", "", "", ""},
     {"keep_variance", "keeper", "arkv cake", "", "", ""},
     {"keep_slack", "keeper", "arkv", "", "", ""},
     {"keep_ratio", "keeper", "arkv", "", "", ""},
@@ -350,6 +355,7 @@ inline constexpr OnlyRule kOnlyRules[] = {
     {"keeper", "rows", "none", "", "newest cake", ""},
     {"keeper", "rows", "", "none", "outliers", "since there are no groups to be left out of"},
     {"keep_share", "rows", "", "none", "", "since no groups are selected"},
+    {"keep_excluded", "rows", "box mean", "", "", ""},
     {"keep_heads", "heads", "all", "", "", ""},
     {"keep_scores", "keep_interval", "", "0", "", "since nothing is decided while decoding"},
     {"keep_count", "keep_ratio", "", "1", "", "since no token is rounded"},

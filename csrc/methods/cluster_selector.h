@@ -38,6 +38,7 @@ class ClusterSelector final : public Selector {
   Summaries& summaries() override { return summaries_; }
   /// Nothing: tokens enter clusters when their bytes are at hand.
   Status append(std::span<const SealedKeys>) override { return Status::ok(); }
+  Status rewrite(const ChangedKeys&) override { KVSWAP_ASSERT(false); }
   void choose(const ChooseArgs& args) override;
   void clear() override;
 

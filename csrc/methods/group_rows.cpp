@@ -4,6 +4,7 @@ namespace kvswap {
 
 std::vector<uint64_t> masks_of(const RowPiece& piece, int64_t group_tokens) {
   std::vector<uint64_t> masks;
+  if (piece.counted) return {*piece.counted};
   if (piece.valid == nullptr || piece.valid->all_valid_from() <= piece.first_token) return masks;
   for (int64_t token = 0; token < piece.tokens; token += group_tokens) {
     masks.push_back(piece.valid->mask(piece.first_token + token, group_tokens));

@@ -273,6 +273,7 @@ void KeptTokens::truncate(const Cut& cut) {
     is_due = false;
   }
   if (next) std::erase_if(*next, [&](int32_t position) { return position >= cut.sealed; });
+  excluded.erase(std::lower_bound(excluded.begin(), excluded.end(), cut.sealed), excluded.end());
   std::erase_if(ranked, [&](int32_t position) { return position >= cut.sealed; });
   if (cut.positions == 0) spread.reset();
   joined_positions = std::min(joined_positions, cut.sealed);

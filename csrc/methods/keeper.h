@@ -130,6 +130,9 @@ class KeptTokens {
     bool begins_anew = false;
   };
   Before before;
+  /// Rising: what rows of groups leave out, where they leave kept tokens out. Those that are kept,
+  /// but for groups whose rows are yet to be made again.
+  std::vector<int32_t> excluded;
   int64_t joined_positions = 0;  // sealed ones before here had their chance to be kept
 
   // Of the newest prompt, where they are asked for.

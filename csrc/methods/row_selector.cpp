@@ -26,6 +26,12 @@ void average_heads(float* asked, int64_t means, int64_t of_each, int64_t rank) {
   }
 }
 
+/// Groups that each of the sequence's queries chooses, at most.
+int64_t wanted(const ChooseArgs& args, int64_t sequence) {
+  const int64_t wanted = args.groups_per_query - args.candidates[sequence].fewer;
+  return std::min(std::max<int64_t>(1, wanted), args.groups);
+}
+
 }  // namespace
 
 RowSelector::RowSelector(const MethodOptions& options, std::unique_ptr<Rows> rows,
@@ -57,6 +63,13 @@ Status RowSelector::append(std::span<const SealedKeys> sealed) {
   }
   if (!pieces.empty()) write(sealed.front().layer, pieces);
   return appended;
+}
+
+Status RowSelector::rewrite(const ChangedKeys& changed) {
+  auto piece = summaries_.rewrite(changed);
+  if (!piece.is_ok()) return piece.status();
+  write(changed.layer, std::span(&piece.value(), 1));
+  return Status::ok();
 }
 
 void RowSelector::write(int64_t layer, std::span<const RowPiece> pieces) {
@@ -168,11 +181,6 @@ void RowSelector::score_by_mass(const ChooseArgs& args) {
                  .parallel = options_.parallel},
                 options_.group_tokens, group_scores(sequence, query));
   }
-}
-
-int64_t RowSelector::wanted(const ChooseArgs& args, int64_t sequence) const {
-  const int64_t wanted = args.groups_per_query - args.candidates[sequence].fewer;
-  return std::min(std::max<int64_t>(1, wanted), groups_);
 }
 
 void RowSelector::choose_for_sequence(const ChooseArgs& args, int64_t sequence) {

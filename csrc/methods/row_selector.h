@@ -39,6 +39,7 @@ class RowSelector : public Selector {
   Summaries& summaries() override { return summaries_; }
   using Selector::append;
   Status append(std::span<const SealedKeys> sealed) override;
+  Status rewrite(const ChangedKeys& changed) override;
   Status give_scores(int64_t layer, const GivenScores& scores) override {
     return rows_->give(layer, scores);
   }
@@ -61,8 +62,6 @@ class RowSelector : public Selector {
   void score_by_product(const ChooseArgs& args);
   void score_by_mass(const ChooseArgs& args);
   void take_given(const ChooseArgs& args);
-  /// Groups that each of the sequence's queries chooses, at most.
-  int64_t wanted(const ChooseArgs& args, int64_t sequence) const;
   /// Vectors asked for each query: one for all heads, or one a head.
   int64_t asked_a_query(const ChooseArgs& args) const {
     return options_.score == Score::kMax ? args.query.heads : 1;

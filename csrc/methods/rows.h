@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -50,7 +51,9 @@ struct RowPiece {
   KeyView keys;        // of the piece's first token
   int64_t tokens = 0;  // whole groups where a row stands for a group
   const TokenValidity* valid = nullptr;
-  int64_t first_token = 0;     // its position, for `valid`
+  int64_t first_token = 0;  // its position, for `valid`
+  std::optional<uint64_t> counted =
+      {};                      // of a single group, in the place of `valid`: bit t: token t
   std::byte* rows = nullptr;   // [blocks, width - rest_columns, 16] of the summary's dtype; int4 in
                                // half the bytes
   std::byte* rest = nullptr;   // [blocks, rest_columns, 16]

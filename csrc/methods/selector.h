@@ -33,6 +33,15 @@ struct SealedKeys {
   const TokenValidity* valid = nullptr;  // of the sequence's positions; null: all count
 };
 
+/// A sealed group whose row is made again.
+struct ChangedKeys {
+  int64_t layer = 0;
+  int64_t sequence = 0;
+  KeyView keys;  // of the group's first token
+  int64_t group = 0;
+  uint64_t counted = 0;  // bit t: token t counts
+};
+
 /// Queries of a layer: [batch, heads, queries, head_dim], head_dim contiguous. Where KV heads are
 /// sequences of their own, each has `heads` of the array's heads: sequence s those from
 /// s % heads_apart * heads on, of the array's s / heads_apart.
@@ -160,6 +169,9 @@ class Selector {
   /// summarised together. Where one fails those before it are there.
   virtual Status append(std::span<const SealedKeys> sealed) = 0;
   Status append(const SealedKeys& sealed) { return append(std::span(&sealed, 1)); }
+
+  /// Only for rows that stand for groups. The row becomes that of the tokens that count.
+  virtual Status rewrite(const ChangedKeys& changed) = 0;
 
   virtual void choose(const ChooseArgs& args) = 0;
   /// choose() in two halves, for a selector that computes beside its caller: between them nothing

@@ -84,6 +84,30 @@ Status Summaries::append(const SealedKeys& sealed, std::vector<RowPiece>& pieces
   });
 }
 
+Result<RowPiece> Summaries::rewrite(const ChangedKeys& changed) {
+  KVSWAP_ASSERT(rows_.shape(changed.layer).tokens_per_row == options_.group_tokens);
+  Summary& summary = summaries_[changed.layer][changed.sequence];
+  auto chunk = summary.own_chunk_of(changed.group);
+  if (!chunk.is_ok()) return chunk.status();
+  RowPiece piece;
+  piece.sequence = changed.sequence;
+  piece.keys = changed.keys;
+  piece.tokens = options_.group_tokens;
+  piece.first_token = changed.group * options_.group_tokens;
+  piece.counted = changed.counted;
+  piece.rows = chunk.value()->rows.data();
+  piece.rest = chunk.value()->rest.data();
+  piece.rest_columns = summary.shape().rest_columns();
+  const auto& scales = chunk.value()->token_scale;
+  piece.row_scale = scales.empty() ? nullptr : scales.data();
+  piece.first_row = changed.group % summary.shape().chunk_tokens;
+  return piece;
+}
+
+int64_t Summaries::bytes_to_rewrite(int64_t layer, int64_t sequence, int64_t group) const {
+  return summaries_[layer][sequence].bytes_to_own(group);
+}
+
 void Summaries::truncate(int64_t layer, int64_t tokens) {
   const int64_t rows = tokens / rows_.shape(layer).tokens_per_row;
   for (Summary& summary : summaries_.at(layer)) {

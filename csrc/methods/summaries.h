@@ -36,6 +36,11 @@ class Summaries {
   /// Makes room for the next sealed tokens of a sequence, whole groups; adds to `pieces` where
   /// their rows go. Where it fails the pieces before it are there.
   Status append(const SealedKeys& sealed, std::vector<RowPiece>& pieces);
+  /// Where the row of a group goes that is made again: nobody else's from now on. Only where a row
+  /// stands for a group.
+  Result<RowPiece> rewrite(const ChangedKeys& changed);
+  /// Bytes that rewrite() of this group would allocate.
+  int64_t bytes_to_rewrite(int64_t layer, int64_t sequence, int64_t group) const;
   void truncate(int64_t layer, int64_t tokens);
 
   /// What a layer keeps, to be saved: each chunk once, however many sequences share it, and for

@@ -88,21 +88,44 @@ Status Summary::own_last_chunk(int64_t rows) {
     chunks_.push_back(std::move(chunk));
     return Status::ok();
   }
-  const Chunk& old = *chunks_.back();
-  const int64_t kept = round_up(begun, kSummaryBlock);
-  const int64_t rest = shape_.rest_columns();
-  memory_->copy(chunk->rows.data(), old.rows.data(),
-                kept / kSummaryBlock * block_bytes(shape_.rank - rest));
-  if (rest > 0) {
-    memory_->copy(chunk->rest.data(), old.rest.data(), kept / kSummaryBlock * block_bytes(rest));
-  }
-  if (!old.token_scale.empty()) {
-    memory_->copy(reinterpret_cast<std::byte*>(chunk->token_scale.data()),
-                  reinterpret_cast<const std::byte*>(old.token_scale.data()),
-                  kept * int64_t{sizeof(float)});
-  }
+  copy_rows(*chunk, *chunks_.back(), begun);
   chunks_.back() = std::move(chunk);
   return Status::ok();
+}
+
+void Summary::copy_rows(Chunk& to, const Chunk& from, int64_t rows) const {
+  const int64_t kept = round_up(rows, kSummaryBlock);
+  const int64_t rest = shape_.rest_columns();
+  memory_->copy(to.rows.data(), from.rows.data(),
+                kept / kSummaryBlock * block_bytes(shape_.rank - rest));
+  if (rest > 0) {
+    memory_->copy(to.rest.data(), from.rest.data(), kept / kSummaryBlock * block_bytes(rest));
+  }
+  if (from.token_scale.empty()) return;
+  memory_->copy(reinterpret_cast<std::byte*>(to.token_scale.data()),
+                reinterpret_cast<const std::byte*>(from.token_scale.data()),
+                kept * int64_t{sizeof(float)});
+}
+
+int64_t Summary::bytes_to_own(int64_t row) const {
+  const int64_t index = row / shape_.chunk_tokens;
+  return is_own(index) ? 0 : bytes_of(*chunks_[index]);
+}
+
+Result<Summary::Chunk*> Summary::own_chunk_of(int64_t row) {
+  KVSWAP_ASSERT(row >= 0 && row < rows_);
+  const int64_t index = row / shape_.chunk_tokens;
+  if (!is_own(index)) {
+    auto chunk = make_chunk(chunks_[index]->room);
+    if (chunk == nullptr) {
+      return Status::budget("summary: " + std::to_string(bytes_of(*chunks_[index])) +
+                            " bytes of memory must be available for a sequence of its own, and "
+                            "are not; lower the context or the batch");
+    }
+    copy_rows(*chunk, *chunks_[index], chunk_rows(index));
+    chunks_[index] = std::move(chunk);
+  }
+  return chunks_[index].get();
 }
 
 Status Summary::append(int64_t tokens,

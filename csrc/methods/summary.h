@@ -78,6 +78,10 @@ class Summary {
   Status append(int64_t tokens,
                 const std::function<void(Chunk&, int64_t first_row, int64_t first_token,
                                          int64_t count)>& write);
+  /// The chunk of a row that is there, nobody else's from now on.
+  Result<Chunk*> own_chunk_of(int64_t row);
+  /// Bytes that it would allocate.
+  int64_t bytes_to_own(int64_t row) const;
   void truncate(int64_t rows);
 
   /// A chunk of `rows` rows that was saved: what chunk_tensors() lists, already checked.
@@ -103,6 +107,10 @@ class Summary {
   int64_t block_bytes(int64_t columns) const {
     return kSummaryBlock * row_bytes(shape_.dtype, columns);
   }
+  bool is_own(int64_t index) const {
+    return chunks_[index].use_count() == 1 && !chunks_[index]->is_fixed_;
+  }
+  void copy_rows(Chunk& to, const Chunk& from, int64_t rows) const;
   /// The last chunk, with room for `rows` and nobody else's.
   Status own_last_chunk(int64_t rows);
 

@@ -100,6 +100,7 @@ ONLY = (
     Only(POLICY, "summary.kind", but=("none",), values=("key_outliers",),
          why="since there are no groups to be left out of"),
     Only("retention.budget", "summary.kind", but=("none",), why="since no groups are selected"),
+    Only("retention.exclude_from_summary", "summary.kind", ("min_max", "mean")),
     Only("retention.scoring_heads", "selection.heads", ("joint",)),
     Only("retention.refresh_scores", "retention.refresh_interval", but=("0",),
          why="since nothing is decided while decoding"),

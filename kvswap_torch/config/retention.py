@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from kvswap_torch.config.blocks import Block
 from kvswap_torch.config.fields import (
+    boolean,
     documented,
     floats_rule,
     layers_rule,
@@ -117,6 +118,11 @@ class SnapKV(Retention):
         "`fixed`: retain `tokens`. `prompt_adaptive` (PRKV, app. G): retain the overlap of the "
         "top-k tokens of the window's first and last query, at most `tokens`; `top_k_groups` "
         "shrinks by as many groups.",
+    )
+    exclude_from_summary: bool = boolean(
+        False,
+        "Group bounds or means leave retained tokens out, and are recomputed when the retained "
+        "set changes (PRKV Alg. 1, lines 9-14). Reads the groups that change. Records stay.",
     )
 
 

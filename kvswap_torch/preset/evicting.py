@@ -60,10 +60,12 @@ _PRKV = {
     "retention.window_size": 64,
     "retention.kernel_size": 1,
     "retention.refresh_interval": 128,
+    "retention.exclude_from_summary": True,
 }
 
 _OF_PRKV = (
-    "records are not rewritten: a page that is chosen has holes where its tokens are kept",
+    "records are not rewritten: boxes leave kept tokens out, and a page that is chosen has holes "
+    "where they are",
     "while decoding tokens are kept for what those were paid that were attended; the paper reads "
     "all keys again, as refresh_scores=all_tokens does",
 )

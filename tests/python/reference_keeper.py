@@ -124,9 +124,20 @@ class ReferenceKeeper(Division):
             may_stay[sink * group : (sink + 1) * group] = False
         pool = 1 if self._sums_up else self._options.keep_pool
         kept.positions = set(most_attended(kept.mass, may_stay, most, pool).tolist())
+        if self._options.keep_excluded:
+            self._exclude(state, sequence)
         kept.mass = kept.mass if self._sums_up else torch.zeros_like(kept.mass)
         kept.queries_since, kept.is_due = since, False
         kept.window = (*kept.window[:2], None) if self._reads_disk else None
+
+    def _exclude(self, state, sequence: int) -> None:
+        """Rows of groups that changed are made of their records, without what is kept."""
+        kept, group = state.kept[sequence], self._options.group_tokens
+        for g in {position // group for position in kept.positions ^ kept.excluded}:
+            tokens = slice(g * group, (g + 1) * group)
+            state.scored[sequence, :, tokens] = state.keys[sequence, :, tokens]
+            state.rowed[sequence, tokens] = state.valid[sequence, tokens]
+        kept.excluded = set(kept.positions)
 
     def _sums(self, state, sequence: int, scale: float) -> torch.Tensor:
         """Of what the window's queries see: [heads, queries]."""

@@ -24,6 +24,7 @@ class Kept:
     # Of the time before that chunk.
     before: tuple[int | None, list[int] | None, float | None, bool] = (None, None, None, False)
     begins_anew: bool = False  # what is paid next is the first of `mass`
+    excluded: set[int] = field(default_factory=set)  # that rows of groups leave out
     joined: int = 0  # positions before here had their chance to join
     stay: list[int] | None = None  # who stays if there is no room, the best first
     # Of `positions`, those in e4m3: K and V [kv_heads, head_dim].
@@ -63,6 +64,7 @@ class Kept:
 
     def crop(self, sealed: int, positions: int, step: int) -> None:
         self.positions = {position for position in self.positions if position < sealed}
+        self.excluded = {position for position in self.excluded if position < sealed}
         self.joined = min(self.joined, sealed)
         self.ranked = [position for position in self.ranked if position < sealed]
         if self.is_due and positions <= self.due_begin and self.positions:

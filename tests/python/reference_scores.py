@@ -27,7 +27,8 @@ class Scores:
         def scores(by):
             # A row of a token is left out while it is padding; one of a group stays as it was made.
             is_of_token = method.takes_projections
-            valid = (state.valid if is_of_token else state.rowed)[sequence]
+            valid = (state.valid if is_of_token else state.rowed)[sequence].clone()
+            valid[sorted(state.kept[sequence].excluded)] = False
             keys = state.scored[sequence]
             seen = keys[:, : state.sealed], valid[: state.sealed]
             return of_score(*seen, query, options.group_tokens, by)
