@@ -8,20 +8,13 @@
 #include <utility>
 #include <vector>
 
+#include "engine/saved_kept.h"
 #include "engine/saved_names.h"
 #include "kernels/float8_exponent.h"
 #include "kernels/records.h"
 
 namespace kvswap {
 namespace {
-
-/// A copy, since what is in a file may not be aligned.
-template <typename T>
-std::vector<T> copied(std::span<const std::byte> bytes) {
-  std::vector<T> values(bytes.size() / sizeof(T));
-  if (!values.empty()) std::memcpy(values.data(), bytes.data(), values.size() * sizeof(T));
-  return values;
-}
 
 const bool* as_bools(const SavedBytes& flags) {
   return reinterpret_cast<const bool*>(flags.data());
@@ -67,6 +60,7 @@ Status Loader::fill(const SavedCounts& counts, const SavedTensors& saved, Summar
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
     batch_.layer(layer) = {counts.positions, counts.groups, counts.groups};
     KVSWAP_RETURN_IF_ERROR(load_sinks(layer, counts, saved));
+    KVSWAP_RETURN_IF_ERROR(load_kept(parts_, batch_, {layer, counts}, saved));
     KVSWAP_RETURN_IF_ERROR(load_tail(layer, counts, saved));
   }
   return Status::ok();

@@ -1,8 +1,12 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <random>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "kernels/types.h"
 
@@ -19,6 +23,14 @@ inline const char* saved_dtype(DType dtype) {
          : dtype == DType::kBFloat16 ? "BF16"
          : dtype == DType::kFloat16  ? "F16"
                                      : "I8";
+}
+
+/// A copy, since what is in a file may not be aligned.
+template <typename T>
+std::vector<T> copied(std::span<const std::byte> bytes) {
+  std::vector<T> values(bytes.size() / sizeof(T));
+  if (!values.empty()) std::memcpy(values.data(), bytes.data(), values.size() * sizeof(T));
+  return values;
 }
 
 /// Of a file's checksums.

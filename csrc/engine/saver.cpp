@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "engine/saved_kept.h"
 #include "engine/saved_names.h"
 #include "io/error_text.h"
 #include "io/kernel.h"
@@ -20,8 +21,7 @@ namespace {
 
 constexpr uint32_t kNoNumber = std::numeric_limits<uint32_t>::max();
 
-/// May what is held go on elsewhere, as a saved cache or a fork? A folder has no place for who is
-/// kept.
+/// May what is held go on elsewhere, as a saved cache or a fork?
 Status check_can_go_on(const EngineParts& parts, const char* where) {
   const EngineOptions& options = parts.options;
   if (parts.plan.rows.is_given) {
@@ -38,10 +38,12 @@ Status check_can_go_on(const EngineParts& parts, const char* where) {
                            ": the session must have a directory, since without one what it drops "
                            "is gone; open the cache with a path");
   }
-  if (parts.keep.pages == 0) return Status::ok();
-  return Status::invalid(std::string(where) + ": keeper must be none or newest, got '" +
-                         options.keeper +
-                         "', whose kept tokens are not saved; open the cache without it");
+  if (parts.keep.pages > 0 && parts.keep.kind.is_given) {
+    return Status::invalid(std::string(where) + ": keeper must not be '" + options.keeper +
+                           "', since what scores its tokens is not saved; open the cache without "
+                           "it");
+  }
+  return Status::ok();
 }
 
 }  // namespace
@@ -274,6 +276,7 @@ std::vector<SavedTensor> Saver::list(Records records, const Numbers& numbers, bo
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
     list_layer(layer, numbers, tensors);
     list_sinks(layer, tensors);
+    list_kept(parts_, batch_, layer, tensors);
     parts_.selector->list_projections(layer, tensors);
     if (has_summaries) parts_.selector->summaries().list(layer, tensors);
   }

@@ -1,5 +1,6 @@
 #include "kvswap/saved_manifest.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <limits>
@@ -121,6 +122,16 @@ void check_sizes(const SavedManifest& manifest, const Fields& fields) {
 
 }  // namespace
 
+namespace {
+
+/// The lowest one that says all of it, so that older readers open what they can.
+int64_t version_of(const Settings& settings) {
+  const bool has_retained = settings.keeper != "none" && settings.keeper != "newest";
+  return has_retained ? kSavedVersion : 2;
+}
+
+}  // namespace
+
 std::string manifest_text(const SavedManifest& manifest) {
   Json facts;
   try {
@@ -131,7 +142,7 @@ std::string manifest_text(const SavedManifest& manifest) {
   if (!facts.is_object()) throw ConfigError("save: facts must be a JSON object");
   const SavedCounts& counts = manifest.counts;
   Json json = {
-      {kVersionField, kSavedVersion},
+      {kVersionField, version_of(manifest.settings)},
       {"hash", checksum_name()},
       {"shape",
        {{"layers", manifest.shape.layers},
@@ -172,7 +183,7 @@ SavedManifest read_manifest(const std::string& text, const std::string& path) {
   const int64_t version = fields.number(kVersionField, 1, std::numeric_limits<int32_t>::max());
   if (version > kSavedVersion) {
     throw ConfigError("open: " + path + " must be of version " + std::to_string(kSavedVersion) +
-                      " or 1, which this kvswap_torch reads, got " + std::to_string(version) +
+                      " or lower, which this kvswap_torch reads, got " + std::to_string(version) +
                       "; use the kvswap_torch that wrote it, or a newer one");
   }
   const uint64_t checksum = fields.bits(kChecksumField);
@@ -186,7 +197,8 @@ SavedManifest read_manifest(const std::string& text, const std::string& path) {
   SavedManifest manifest;
   manifest.shape = shape_from(fields.object("shape"));
   try {
-    manifest.settings = settings_from_json(fields.json("settings").dump(), version);
+    manifest.settings =
+        settings_from_json(fields.json("settings").dump(), std::min<int64_t>(version, 2));
   } catch (const ConfigError& error) {
     // The checksum holds: these are settings of another version, not damage.
     throw ConfigError("open: " + path + " must have settings that this kvswap_torch knows: " +

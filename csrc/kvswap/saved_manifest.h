@@ -22,7 +22,9 @@ struct SavedManifest {
   std::string facts = "{}";  // the program's own, JSON
 };
 
-inline constexpr int64_t kSavedVersion = 2;  // its settings are in blocks; 1 is read too
+/// 3 has retained tokens, and is written for caches that retain some; in 2 settings are in blocks;
+/// 1 is read too.
+inline constexpr int64_t kSavedVersion = 3;
 
 /// Throws ConfigError for facts that are no JSON object.
 std::string manifest_text(const SavedManifest& manifest);

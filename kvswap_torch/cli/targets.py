@@ -116,13 +116,11 @@ def check_settings(option: str, settings: SwapConfig, why: str) -> None:
     Raises
     ------
     ConfigError
-        It cannot: it keeps tokens for what they were paid, or chooses clusters.
+        It cannot: it retains tokens by scores of a user's own, or chooses clusters.
     """
-    policy = "recent_only" if settings.retention is None else settings.retention.POLICY
-    if policy != "recent_only":
+    if settings.retention is not None and settings.retention.POLICY == "user":
         raise ConfigError(
-            f"{option}: retention.policy must be none or recent_only, got {policy!r}, whose "
-            f"retained tokens cannot be saved; {why}"
+            f"{option}: retention.policy must not be user, whose scores cannot be saved; {why}"
         )
     if settings.clusters is not None:
         raise ConfigError(

@@ -159,7 +159,7 @@ def test_ingest_takes_a_preset_and_show_says_its_settings(
     assert json.loads(kvswap("show", again, "--json").output)["facts"]["document"] == str(document)
 
 
-@pytest.mark.parametrize("preset", ["snapkv", "nothing"])
+@pytest.mark.parametrize("preset", ["dynakv", "nothing"])
 def test_a_preset_that_ingest_cannot_save_is_refused_before_a_model_is_loaded(
     preset, monkeypatch, tmp_path
 ) -> None:
@@ -172,8 +172,8 @@ def test_a_preset_that_ingest_cannot_save_is_refused_before_a_model_is_loaded(
     words = ["ingest", document, "--model", "DIR", "-o", tmp_path / "b.kvswap", "--preset", preset]
     done = kvswap(*words)
     assert isinstance(done.exception, ConfigError)
-    refused = "--preset: retention.policy must be none or recent_only"
-    expected = refused if preset == "snapkv" else "nothing"
+    refused = "--preset: clusters must be left out"
+    expected = refused if preset == "dynakv" else "nothing"
     assert expected in str(done.exception)
 
 

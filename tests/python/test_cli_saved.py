@@ -21,6 +21,7 @@ from kvswap_torch.cli.app import app
 from kvswap_torch.cli.chat import Chat
 from kvswap_torch.cli.generate import GenerateOptions
 from kvswap_torch.cli.saved import opened
+from kvswap_torch.config import Summary, UserRetention
 from kvswap_torch.hf.saving import _found_anywhere
 from kvswap_torch.saved_path import named
 from tests.python import every_model
@@ -68,14 +69,19 @@ def test_a_document_is_read_once(tiny_model_dir: Path, document: Path, tmp_path:
 
 
 def test_a_target_that_cannot_be_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    SwapConfig.preset("snapkv+").save(tmp_path / "keeps.json")
+    asked = SwapConfig(summary=Summary(kind="none"), retention=UserRetention())
+    asked.save(tmp_path / "keeps.json")
     (tmp_path / "taken").mkdir()
     for output, more, told in (
         ("taken", [], "--output: .*taken must not exist, .* or give --overwrite"),
         ("taken", ["--overwrite"], "--output: .*taken must be the folder of a saved cache"),
         ("no/book", [], "--output: its parent must be a folder"),
         ("x" * 250, [], "--output: its parent .*File name too long"),
-        ("book", ["--config", tmp_path / "keeps.json"], "--config: retention.policy must be none"),
+        (
+            "book",
+            ["--config", tmp_path / "keeps.json"],
+            "--config: retention.policy must not be user",
+        ),
     ):
         words = ["ingest", "nowhere.txt", "--model", "nowhere", "-o", tmp_path / output, *more]
         with pytest.raises(ConfigError, match=told):

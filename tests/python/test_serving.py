@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from kvswap_torch import ConfigError, KVSwapError, SwapConfig
 from kvswap_torch.cli.app import app
 from kvswap_torch.cli.serve import read_keys
+from kvswap_torch.config import Summary, UserRetention
 from kvswap_torch.errors import StorageError
 from kvswap_torch.hf.serving import seam
 from kvswap_torch.hf.serving.server import Server, ServerOptions, is_local
@@ -362,10 +363,11 @@ def test_the_command(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.M
     assert json.loads(done.stdout)["model"] == tiny_model_dir.name
     assert json.loads(done.stdout)["saved_caches"] == 0 and store.is_dir()
     keys.write_text("\n")
-    SwapConfig.preset("snapkv+").save(tmp_path / "keeps.json")
+    asked = SwapConfig(summary=Summary(kind="none"), retention=UserRetention())
+    asked.save(tmp_path / "keeps.json")
     SwapConfig.preset("dynakv").save(tmp_path / "clusters.json")
     for more, told in (
-        (["--config", str(tmp_path / "keeps.json")], "--config: retention.policy must be none or"),
+        (["--config", str(tmp_path / "keeps.json")], "--config: retention.policy must not be user"),
         (["--config", str(tmp_path / "clusters.json")], "--config: clusters must be left out"),
         ([], "--api-key-file must be given to listen on 0.0.0.0"),
         (["--api-key-file", str(keys)], "must have a key"),

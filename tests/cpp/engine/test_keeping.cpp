@@ -107,16 +107,5 @@ TEST(Keeping, CountsAgainstTheBudget) {
   expect_counted(of_prompt);
 }
 
-TEST(Keeping, IsNotSaved) {
-  const TestDirectory directory;
-  EngineOptions options = keeping_options(directory.path());
-  ReadFaults faults;
-  Pair pair(options, options);
-  const auto shared = pair.one().engine().saver().share();
-  ASSERT_FALSE(shared.is_ok());
-  EXPECT_NE(shared.status().message().find("keeper must be none or newest, got 'observed'"),
-            std::string::npos);
-}
-
 }  // namespace
 }  // namespace kvswap
