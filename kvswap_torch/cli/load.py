@@ -8,14 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvswap_torch.errors import ConfigError
+from kvswap_torch.errors import ConfigError, KVSwapError
 from kvswap_torch.few_bits import BITS, check_format
 from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.saved_path import named
 
 # Libraries that quantise weights -> the extra that installs them.
 EXTRAS = {"torchao": "torchao", "bitsandbytes": "bitsandbytes"}
+GGUF_SUFFIX = ".gguf"
 MODEL = "a Hugging Face causal language model with its tokenizer"
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a model's name is that of a GGUF file."""
+    return name.endswith(GGUF_SUFFIX)
 
 
 def device_of(name: Any) -> Any:
@@ -57,10 +63,29 @@ def check_name(name: str, wanted: str) -> None:
     ConfigError
         There is no such folder.
     """
+    if is_gguf(name):
+        return  # its own reader looks
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or name == ""
     if is_path and not (name and Path(name).is_dir()):
         what = "not a folder" if name and Path(name).exists() else "not there"
         raise ConfigError(f"--model: must be {wanted}, got {name!r}, which is {what}")
+
+
+def _place_of(name: str) -> tuple[str, dict[str, str]]:
+    """As ``from_pretrained`` of configs and tokenizers takes it: of a GGUF file folder and name.
+
+    Raises
+    ------
+    ConfigError, ImportError
+        The file is none that can be loaded.
+    """
+    if not is_gguf(name):
+        return name, {}
+    from kvswap_torch.hf.gguf_file import read_header
+
+    read_header(name)
+    path = Path(name).absolute()
+    return str(path.parent), {"gguf_file": path.name}
 
 
 def load_config(name: str) -> Any:
@@ -75,8 +100,9 @@ def load_config(name: str) -> Any:
 
     wanted = "the folder or name of a Hugging Face model"
     check_name(str(name), wanted)
+    folder, file = _place_of(name)
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(folder, **file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model: must be {wanted}, got {name!r}: {error}") from error
 
@@ -175,7 +201,14 @@ def load_model(
 
         split["quantization_config"] = FewBitConfig(weights)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=kind, **split)
+        if is_gguf(name):
+            from kvswap_torch.hf.gguf_file import load_gguf
+
+            model = load_gguf(name, load_config(name), kind, **split)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=kind, **split)
+    except KVSwapError:
+        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"--model: must be {wanted}, got {name!r}: {error}") from error
     if distributed is None:
@@ -201,6 +234,10 @@ def check_weights(
         raise ImportError(
             f"--model: {name} has weights quantised by {method}, which must be installed, and is "
             f"not; run: pip install 'kvswap_torch[{EXTRAS[method]}]'"
+        )
+    if is_gguf(name) and is_split:
+        raise ConfigError(
+            f"--model: must be a folder where several processes run a model, got {name}"
         )
     if weights is None:
         return
@@ -237,7 +274,8 @@ def load_tokenizer(name: str, *, wanted: str = MODEL) -> Any:
     from transformers import AutoTokenizer
 
     check_name(str(name), wanted)
+    folder, file = _place_of(name)
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(folder, **file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model: must be {wanted}, got {name!r}: {error}") from error

@@ -86,6 +86,10 @@ def computed_dtype(
 
 def stored_dtype(folder: str | Path, config: Any) -> torch.dtype:
     """What ``dtype="auto"`` comes to: the config's, else that of the first floating weight."""
+    if str(folder).endswith(".gguf"):
+        from kvswap_torch.hf import gguf_file
+
+        return gguf_file.stored_dtype(folder)
     said = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
     if isinstance(said, torch.dtype):
         return said
