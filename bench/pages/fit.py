@@ -59,7 +59,13 @@ def rows(context: int) -> list[str]:
 
 def _row(name: str, weights: str, fit: Fit) -> str:
     cache = fit.cache
-    sizes = (fit.weights, fit.activations, cache.memory_bytes, cache.full_bytes, fit.memory_bytes)
+    sizes = (
+        fit.weights,
+        fit.activations.bytes,
+        cache.memory_bytes,
+        cache.full_bytes,
+        fit.memory_bytes,
+    )
     cells = [name, weights, *(f"{size / GIB:.2f}" for size in (*sizes, cache.disk_bytes))]
     cells.append(f"{fit.disk_bytes_per_token / 1024:.0f}")
     for memory in MEMORIES:

@@ -161,10 +161,11 @@ def facts(fit: Fit, place: Place, what: dict[str, Any], texts_per_day: int) -> d
         "memory_bytes": {
             "interpreter_and_libraries": fit.fixed,
             "weights": fit.weights,
-            "activations": fit.activations,
+            "activations": fit.activations.bytes,
             "kv_cache": cache.memory_bytes,
             "total": fit.memory_bytes,
         },
+        "activations_are_estimated": fit.activations.is_estimate,
         "kv_cache_bytes": cache.uses,
         "kv_memory_least_bytes": cache.least,
         "full_kv_bytes": cache.full_bytes,
@@ -182,10 +183,11 @@ def facts(fit: Fit, place: Place, what: dict[str, Any], texts_per_day: int) -> d
 def _show(told: dict[str, Any], console: Console) -> None:
     memory = told["memory_bytes"]
     full = format_bytes(told["full_kv_bytes"])
+    estimated = ", an estimate" if told["activations_are_estimated"] else ""
     rows = {
         "interpreter and libraries": format_bytes(memory["interpreter_and_libraries"]),
         f"weights ({told['weights']})": format_bytes(memory["weights"]),
-        "activations of a chunk": format_bytes(memory["activations"]),
+        "activations of a chunk": format_bytes(memory["activations"]) + estimated,
         "KV cache": f"{format_bytes(memory['kv_cache'])}; all of it in memory: {full}",
         "memory in all": format_bytes(memory["total"]),
         "memory there is": f"{format_bytes(told['memory_limit_bytes'])}, {told['memory_limit']}",

@@ -13,8 +13,9 @@ import torch
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.few_bits import BITS
 from kvswap_torch.hf.unloaded import (
+    Activations,
     CachePlan,
-    activation_bytes,
+    activations,
     plan_cache,
     unloaded_model,
     weight_bytes,
@@ -44,7 +45,7 @@ class Asked:
     chunk
         Tokens of a prompt per forward pass.
     is_wide
-        As for `activation_bytes`.
+        As for `activations`.
     """
 
     config: Any = field(repr=False)
@@ -77,12 +78,12 @@ class Fit:
     asked: Asked
     fixed: int
     weights: int
-    activations: int
+    activations: Activations
     cache: CachePlan
 
     @property
     def memory_bytes(self) -> int:
-        return self.fixed + self.weights + self.activations + self.cache.memory_bytes
+        return self.fixed + self.weights + self.activations.bytes + self.cache.memory_bytes
 
     @property
     def disk_bytes_per_token(self) -> float:
@@ -101,7 +102,7 @@ def estimate(asked: Asked, fixed: int) -> Fit:
     UnsupportedModelError, ConfigError, BudgetError
         As `KVSwapCache`.
     """
-    model, weights, activations = _of_model(asked)
+    model, weights, held = _of_model(asked)
     cache = plan_cache(
         model,
         asked.path,
@@ -111,15 +112,15 @@ def estimate(asked: Asked, fixed: int) -> Fit:
         max_context=asked.context,
         max_batch=asked.batch,
     )
-    return Fit(asked, fixed, weights, activations, cache)
+    return Fit(asked, fixed, weights, held, cache)
 
 
-def _of_model(asked: Asked) -> tuple[Any, int, int]:
-    """The model without weights; bytes of weights and of activations."""
+def _of_model(asked: Asked) -> tuple[Any, int, Activations]:
+    """The model without weights; bytes of weights, and activations."""
     model = unloaded_model(asked.config, asked.dtype, asked.weights)
     weights = weight_bytes(model) if asked.stored_bytes is None else asked.stored_bytes
     chunk = min(asked.chunk, asked.context)
-    return model, weights, activation_bytes(model, asked.batch, chunk, asked.is_wide)
+    return model, weights, activations(model, asked.batch, chunk, asked.is_wide)
 
 
 def advice(fit: Fit, place: Place) -> str:
@@ -149,8 +150,8 @@ def _changes(fit: Fit, place: Place) -> Iterator[tuple[str, Asked]]:
         turned = dataclasses.replace(asked, weights=weights)
         if said:
             yield said, turned
-        _, taken, activations = _of_model(turned)
-        room = (place.memory_bytes - fit.fixed - taken - activations) // STEP * STEP
+        _, taken, held = _of_model(turned)
+        room = (place.memory_bytes - fit.fixed - taken - held.bytes) // STEP * STEP
         if 0 < room < (asked.kv_memory_bytes or room + 1):
             budget = f"--kv-memory {room // STEP}MiB"
             yield f"{said} {budget}".strip(), dataclasses.replace(turned, kv_memory_bytes=room)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -188,7 +188,14 @@ def _disk_bytes(parts: ModelParts, config: SwapConfig, context: int, uses: dict[
     return -(-context // config.selection.group_tokens) * records * uses["record_bytes"]
 
 
-def activation_bytes(model: Any, batch: int, tokens: int, is_wide: bool = False) -> int:
+class Activations(NamedTuple):
+    """What a forward pass holds at once, and whether that is an estimate."""
+
+    bytes: int
+    is_estimate: bool
+
+
+def activations(model: Any, batch: int, tokens: int, is_wide: bool = False) -> Activations:
     """The most that a forward pass of so many tokens a sequence holds at once.
 
     Attention's own memory is the cache's, and counted there. A model whose pass depends on numbers
@@ -200,8 +207,12 @@ def activation_bytes(model: Any, batch: int, tokens: int, is_wide: bool = False)
         The processor has no products of the model's dtype, so that a layer's weights, and what goes
         in and out of it, are made fp32 while a chunk passes (`half_linear`).
     """
+    tokens = min(tokens, PIECE_TOKENS)
     extra = _widened_bytes(model, batch * tokens) if is_wide else 0
-    return extra + _pass_bytes(model, batch, tokens)
+    counted = _pass_bytes(model, batch, tokens)
+    if counted is not None:
+        return Activations(extra + counted, is_estimate=False)
+    return Activations(extra + _widest_bytes(model, batch * tokens), is_estimate=True)
 
 
 def _widened_bytes(model: nn.Module, rows: int) -> int:
@@ -213,11 +224,12 @@ def _linear_layers(model: nn.Module) -> list[Any]:
     return [each for each in model.get_decoder().modules() if hasattr(each, "out_features")]
 
 
-def _pass_bytes(model: Any, batch: int, tokens: int) -> int:
+def _pass_bytes(model: Any, batch: int, tokens: int) -> int | None:
+    """None: the pass cannot be run without numbers."""
     AttentionInterface.register(UNLOADED, _attention_of_shapes)
     AttentionMaskInterface.register(UNLOADED, lambda *given, **named: None)
     before = model.config._attn_implementation
-    ids = torch.zeros(batch, min(tokens, PIECE_TOKENS), dtype=torch.long, device="meta")
+    ids = torch.zeros(batch, tokens, dtype=torch.long, device="meta")
     try:
         model.set_attn_implementation(UNLOADED)
         with torch.no_grad(), LiveBytes() as live:
@@ -228,7 +240,7 @@ def _pass_bytes(model: Any, batch: int, tokens: int) -> int:
             )  # fmt: skip
         return live.most
     except (NotImplementedError, RuntimeError, TypeError):
-        return _widest_bytes(model, ids.numel())
+        return None
     finally:
         model.set_attn_implementation(before)
 

@@ -23,7 +23,18 @@ from kvswap_torch.hf import unloaded
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.hf.lookahead import LookAhead
 from kvswap_torch.integrations import few_bits as few_bit_config
-from tests.python.tiny_models import COVERING, FAMILIES, TIGHT, greedy, has_native, tiny_model
+from kvswap_torch.tuning.calibration import CalibrationOptions, calibrate
+from kvswap_torch.tuning.recall import Choice
+from kvswap_torch.tuning.samples import Sample
+from tests.python.tiny_models import (
+    COVERING,
+    FAMILIES,
+    TIGHT,
+    VOCABULARY,
+    greedy,
+    has_native,
+    tiny_model,
+)
 from tests.python.tiny_models import prompt as inputs_of
 
 pytestmark = [
@@ -83,6 +94,43 @@ def test_queries_are_predicted_by_the_layers_themselves(tmp_path: Path, one_thre
     with KVSwapCache(model, tmp_path, TIGHT) as cache:
         greedy(model, inputs_of(1, 60), cache)
         assert cache.stats().decoded > 0
+
+
+def test_the_tuner_calibrates_them(tmp_path: Path, one_thread: None) -> None:
+    """Its samples go through the layers themselves, so that errors are those of few bits alone."""
+    whole = tiny_model("llama")
+    folder = saved(whole, tmp_path / "model")
+    options = CalibrationOptions(
+        choice=Choice(group_tokens=2, groups_max=4, sink_tokens=2, tail_tokens=4), steps_max=16
+    )
+    ids = [torch.randint(3, VOCABULARY, (120,), generator=torch.Generator().manual_seed(seed))
+           for seed in range(2)]  # fmt: skip
+    samples = [Sample(each, 80) for each in ids]
+    first, few = (
+        calibrate(model, samples[:1], samples[1:], options)
+        for model in (whole, load_model(folder, "float32", weights="int8"))
+    )
+    assert few.tables and few.tables.keys() == first.tables.keys()
+
+
+@pytest.mark.parametrize("command", ["serve", "tune"])
+def test_a_server_and_the_tuner_load_them(
+    command: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
+    class Loaded(Exception):
+        pass
+
+    def load(name: str, *given: Any, weights: str | None = None, **named: Any) -> None:
+        raise Loaded(f"{name} {weights}")
+
+    module = {"serve": "kvswap_torch.cli.serve", "tune": "kvswap_torch.tuning.cli"}[command]
+    monkeypatch.setattr(f"{module}.load_model", load)
+    words = {
+        "serve": ["--store", tmp_path / "store"],
+        "tune": ["--path", tmp_path, "--kv-memory", "64MiB", "--no-report"],
+    }[command]
+    done = kvswap(command, "--model", tiny_model_dir, *words, "--weights", "int8")
+    assert str(done.exception) == f"{tiny_model_dir} int8", done.output
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from kvswap_torch import KVSwapCache, SwapConfig
@@ -127,13 +127,25 @@ def test_what_a_pass_holds_at_once_is_counted() -> None:
     assert live.most == 2 * rows.nbytes and live.now == made.nbytes
 
 
+def test_experts_that_tokens_choose_are_an_estimate_and_said_to_be(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(vocab_size=200, hidden_size=64, intermediate_size=96, head_dim=16,
+                            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                            num_experts=4, moe_intermediate_size=32)  # fmt: skip
+    config.save_pretrained(tmp_path)
+    words = ["fit", "--model", tmp_path, "--context", "4K", "--path", tmp_path]
+    told = json.loads(kvswap(*words, "--json").output)
+    # Where a release of transformers computes them without looking, they are counted.
+    is_said = "an estimate" in kvswap(*words).output
+    assert is_said == told["activations_are_estimated"]
+
+
 def test_a_longer_chunk_takes_more_and_no_model_is_left_changed() -> None:
     empty = unloaded.unloaded_model(tiny_model("gemma3").config, torch.float32)
     before = empty.config._attn_implementation
-    few, many = (unloaded.activation_bytes(empty, 1, tokens) for tokens in (64, 128))
+    few, many = (unloaded.activations(empty, 1, tokens).bytes for tokens in (64, 128))
     assert 1.8 * few < many < 2.2 * few
-    assert unloaded.activation_bytes(empty, 2, 64) == pytest.approx(many, rel=0.1)
-    assert unloaded.activation_bytes(empty, 1, 64, is_wide=True) > few
+    assert unloaded.activations(empty, 2, 64).bytes == pytest.approx(many, rel=0.1)
+    assert unloaded.activations(empty, 1, 64, is_wide=True).bytes > few
     assert empty.config._attn_implementation == before
 
 
@@ -144,7 +156,7 @@ def test_a_pass_that_depends_on_numbers_is_reckoned_by_its_widest_layers(monkeyp
         raise RuntimeError("Tensor.item() cannot be called on meta tensors")
 
     monkeypatch.setattr(type(empty.model), "forward", fail)
-    assert unloaded.activation_bytes(empty, 1, 10) == 2 * 10 * (48 + 64) * 4
+    assert unloaded.activations(empty, 1, 10) == (2 * 10 * (48 + 64) * 4, True)
 
 
 # The whole process.
