@@ -21,6 +21,7 @@ class CacheOptions:
     io_mode: str
     is_calibrated: bool
     keep_count: str
+    keep_excluded: bool
     keep_scores: str
     keep_share: str
     keeper: str
@@ -365,6 +366,8 @@ class TensorCache:
     def fork(self) -> TensorCache:
         ...
     def give_scores(self, layer: typing.SupportsInt | typing.SupportsIndex, scores: torch.Tensor) -> None:
+        ...
+    def give_tokens(self, layer: typing.SupportsInt | typing.SupportsIndex, positions: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]]) -> None:
         ...
     def give_worth(self, layer: typing.SupportsInt | typing.SupportsIndex, worth: torch.Tensor, decay: torch.Tensor | None = None) -> None:
         ...

@@ -20,7 +20,7 @@ from kvswap_torch.hf.attention import Switch, check_switched, refuse_weights
 from kvswap_torch.hf.driver import Ahead, SessionDriver
 from kvswap_torch.hf.edits import check_removed, check_repeats, chosen_sequences, forget
 from kvswap_torch.hf.elsewhere import LayerElsewhere
-from kvswap_torch.hf.families import model_parts
+from kvswap_torch.hf.families import ModelParts, model_parts
 from kvswap_torch.hf.hooks import Hooks
 from kvswap_torch.hf.indexed import IndexedLayer
 from kvswap_torch.hf.layer import DiskLayer, disarm
@@ -373,7 +373,8 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, NotCopied, Cache):
         if self._bar is not None:
             self._bar.layer(index, tokens, self.driver.expected)
         if index == self.parts.disk[0]:
-            self.driver.begin_forward(batch, tokens, self._padding_of(kwargs.get("attention_mask")))
+            padding = _padding_of(self.parts, kwargs.get("attention_mask"))
+            self.driver.begin_forward(batch, tokens, padding)
         layer = self.layers[index]
         if isinstance(layer, DiskLayer):
             layer.arm()
@@ -414,14 +415,16 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, NotCopied, Cache):
         """Per layer, what is called with the residual that the next query is predicted from."""
         return self._look_ahead.after_attention
 
-    def _padding_of(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """``[batch, positions]``; with an index of ``[batch, 1, tokens, positions]``, whose newest
-        token may look at all that is no padding."""
-        return mask[:, 0, -1] if self.parts.index_topk and mask is not None else mask
-
     def layers_elsewhere(self) -> list[CacheLayerMixin]:
         """Those that are not on disk, and the keys of those that have an index."""
         self.driver.check_open()
         elsewhere: list[Any] = [each for each in self.layers if not isinstance(each, DiskLayer)]
         indexed = (each for each in self.layers if isinstance(each, IndexedLayer))
         return elsewhere + [each.index_keys for each in indexed]
+
+
+def _padding_of(parts: ModelParts, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """``[batch, positions]``. An index has ``[batch, 1, tokens, positions]``: its newest token may
+    look at all that is no padding.
+    """
+    return mask[:, 0, -1] if parts.index_topk and mask is not None else mask
