@@ -94,14 +94,14 @@ def stored_dtype(name: str | Path) -> torch.dtype:
 
 
 def load_gguf(
-    name: str | Path, config: Any, dtype: torch.dtype | str = "auto", **named: Any
+    name: str | Path, config: Any = None, dtype: torch.dtype | str = "auto", **named: Any
 ) -> Any:
     """A model of a file.
 
     Parameters
     ----------
     config
-        As transformers reads it from the file.
+        As transformers reads it from the file; None: it is read here.
     dtype
         Of the weights, unless they have few bits.
     named
@@ -112,7 +112,7 @@ def load_gguf(
     ConfigError, ImportError
         As `read_header`; and where the file lacks a tensor.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
         TensorProcessor,
@@ -121,6 +121,9 @@ def load_gguf(
 
     reader = read_header(name)
     dtype = stored_dtype(name) if dtype == "auto" else dtype
+    if config is None:
+        path = Path(name).absolute()
+        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
     architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
     with torch.device("meta"):

@@ -50,3 +50,28 @@ def few_bits(weights: str) -> Any:
     if weights not in BITS:
         raise ConfigError(f"few_bits: must be one of {', '.join(BITS)}, got {weights!r}")
     return FewBitConfig(weights)
+
+
+def load_gguf(path: str | Path, weights: str | None = None, dtype: Any = "auto") -> Any:
+    """A transformers model of a GGUF file, each tensor dequantised when its turn comes.
+
+    Parameters
+    ----------
+    path
+        The file. Its tokenizer is ``AutoTokenizer.from_pretrained(folder, gguf_file=name)``.
+    weights
+        ``int8`` or ``int4``: linear layers have so few bits again; None: they have `dtype`.
+    dtype
+        ``auto``: bf16, or the file's own type where it has no blocks.
+
+    Raises
+    ------
+    ConfigError
+        The file is damaged, cut short or of an unknown architecture.
+    ImportError
+        The package gguf is missing; names the extra.
+    """
+    from kvswap_torch.hf import gguf_file
+
+    named = {} if weights is None else {"quantization_config": few_bits(weights)}
+    return gguf_file.load_gguf(path, dtype=dtype, **named).eval()

@@ -18,6 +18,7 @@ from kvswap_torch.cli.load import load_config, load_model, load_tokenizer
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.few_bits import format_of
 from kvswap_torch.hf import gguf_file, unloaded
+from kvswap_torch.integrations import load_gguf
 from tests.python.tiny_models import COVERING, greedy, has_native, tiny_model
 from tests.python.tiny_models import prompt as inputs_of
 
@@ -146,6 +147,8 @@ def test_the_type_is_the_files_own(tmp_path: Path) -> None:
     half = str(written(model_of(), tmp_path / "h.gguf", "F16"))
     assert load_model(quantised).dtype == torch.bfloat16
     assert load_model(plain).dtype == torch.float32
+    assert format_of(load_gguf(half, "int4")) == "int4"
+    assert load_gguf(half).dtype == torch.float16
     assert load_model(half).dtype == torch.float16
 
 
