@@ -24,6 +24,7 @@ BENCHMARKS = {
     "real_speed": Benchmark("ms per token of a real model, settings by turns", "5 min; a model"),
     "quality": Benchmark("right answers beside the full cache's", "minutes to hours"),
     "recorded": Benchmark("records what a model selects, for side_by_side", "1 min; a model"),
+    "weights": Benchmark("ms of a linear layer, in bf16, int8 and int4", "1 min"),
     "tuner": Benchmark("the tuner's predictions and its choice, measured", "20 min"),
     "reader": Benchmark("random reads beside fio", "3 min; fio"),
     "gpu": Benchmark("each op on a GPU against its bandwidth", "1 min; a GPU"),
