@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from kvswap_torch.preset.definition import TOKENS, Preset, Shape
-from kvswap_torch.preset.registry import MISSING, PRESETS, find, presets
+from kvswap_torch.preset.registry import MISSING, NO_PRESETS, PRESETS, find, presets
 
-__all__ = ["MISSING", "PRESETS", "TOKENS", "Preset", "Shape", "find", "presets"]
+__all__ = ["MISSING", "NO_PRESETS", "PRESETS", "TOKENS", "Preset", "Shape", "find", "presets"]

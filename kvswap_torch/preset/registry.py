@@ -13,7 +13,7 @@ from kvswap_torch.errors import ConfigError
 from kvswap_torch.preset.definition import TOKENS, Preset, Shape
 from kvswap_torch.preset.evicting import KEEPING
 
-__all__ = ["MISSING", "PRESETS", "Preset", "Shape", "find", "presets"]
+__all__ = ["MISSING", "NO_PRESETS", "PRESETS", "Preset", "Shape", "find", "presets"]
 
 
 def _groups(tokens: int) -> Callable[[Shape], int]:
@@ -293,14 +293,38 @@ _QUANTISED = "rows of quantised keys"
 _LOCAL = "a preset of its own (dynakv with clusters.update=local updates its clusters as it does)"
 #: Systems that are known and cannot be had yet: what is missing.
 MISSING = {
-    **dict.fromkeys(("lazyeviction", "defensivekv"), _RULE),
+    "lazyeviction": "a rule that sees what each step attended (TokenScores see new tokens alone)",
+    **dict.fromkeys(("defensivekv", "layer-defensivekv"), _RULE),
     "dapq": "its own rule of who is kept (a plug-in that has it is AskedFromAhead of "
     "examples/plug_ins.py)",
-    **dict.fromkeys(("d2o", "kvmerger", "mikv"), _MERGED),
+    "d2o": _MERGED,
+    "kvmerger": _MERGED,
+    "mikv": "a second, lower precision for what arkv evicts (arkv-quant keeps tokens in e4m3)",
     "clusterkv": _LOCAL,
     "pqcache": _QUANTISED,
+    "magicpig": "sampling of tokens by hashes (group scores of a user's own choose the best alone)",
     "fasa": "its own rule of which pairs of rotary channels are dominant (by another rule they are "
     "summary.projection=rope_pairs)",
+    "epicache": "a cache for each episode of a conversation, chosen by the question",
+    "agent-memory": "records of four bits (saved caches have e4m3: storage.kv_dtype)",
+}
+#: Systems that are no preset, and why.
+NO_PRESETS = {
+    **dict.fromkeys(
+        ("trim-kv", "locret", "lookaheadkv", "attention-gate", "kvzap"),
+        "it scores tokens by trained weights, which do not come with this package; "
+        "LearnedRetention of examples/plug_ins.py takes a user's own",
+    ),
+    "make-each-token-count": "it scores tokens by trained weights under one budget for all layers, "
+    "and layers have budgets of their own here",
+    "ngc": "it trains the model to evict while it reasons",
+    "stochastic-kv-routing": "layers share keys and values, and models must be trained so",
+    "mpcache": "it selects under multi-party computation",
+    "kv-direct": "it computes keys and values again for each token that has left memory",
+    **dict.fromkeys(
+        ("kvflow", "continuum"),
+        "it schedules sessions; the server keeps saved caches by when they were last used",
+    ),
 }
 
 
@@ -325,7 +349,12 @@ def find(name: str) -> Preset:
             f"preset: {name} needs {MISSING[name]}, which this version does not have; "
             "`kvswap presets` lists those it has"
         )
+    if name in NO_PRESETS:
+        raise ConfigError(
+            f"preset: {name} is no preset, since {NO_PRESETS[name]}; `kvswap presets` lists those "
+            "there are"
+        )
     names = [preset.name for preset in PRESETS]
-    near = difflib.get_close_matches(str(name), [*names, *MISSING], 3, 0.5)
+    near = difflib.get_close_matches(str(name), [*names, *MISSING, *NO_PRESETS], 3, 0.5)
     hint = f"; nearest: {', '.join(near)}" if near else ""
     raise ConfigError(f"preset: must be one of {', '.join(names)}, got {name!r}{hint}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from typer.testing import CliRunner
 import kvswap_torch
 from kvswap_torch import ConfigError, KVSwapCache, ModelIdentity, SwapConfig
 from kvswap_torch.cli.app import app
-from kvswap_torch.preset import MISSING, find
+from kvswap_torch.preset import MISSING, NO_PRESETS, find
 from kvswap_torch.preset.definition import Shape
 from tests.python.test_presets_generate import given_of, model_of, small
 from tests.python.tiny_models import greedy, has_native, prompt, tiny_model
@@ -261,8 +263,17 @@ def test_a_ratio_of_one_makes_arkv_origin_of_arkv():
     assert SwapConfig.preset("arkv", keep_ratio=1.0) == SwapConfig.preset("arkv-origin")
 
 
+def test_every_system_that_is_not_here_has_a_row_and_a_reason():
+    page = (Path(__file__).parents[2] / "docs" / "presets.md").read_text()
+    rows = page[page.index("## Not here") :]
+    for name in (*MISSING, *NO_PRESETS):
+        assert re.search(rf"^\|[^|]*\b{name}\b[^|]*\|", rows, re.MULTILINE), name
+        with pytest.raises(ConfigError, match=f"^preset: {name} (needs|is no preset, since) "):
+            find(name)
+
+
 def test_what_is_missing_is_not_listed():
-    assert not set(MISSING) & set(NAMES)
+    assert not (set(MISSING) | set(NO_PRESETS)) & set(NAMES) and not set(MISSING) & set(NO_PRESETS)
     assert len(set(NAMES)) == len(NAMES)
     for preset in kvswap_torch.presets():
         for sentence in (preset.take, preset.leave):
