@@ -23,6 +23,8 @@ from kvswap_torch.sizing import ModelShape
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIM_MAX = 256
 LATENT_DIM_MAX = 1024
+# "indexed_attention", as releases of transformers before it call it.
+OLD_INDEXED = ("deepseek_sparse_attention", "qwen_sparse_attention")
 # Kinds of layers with a past that grows, and why it stays in memory.
 OTHER_KINDS = {
     "hybrid": "has attention only in hybrid blocks, beside a recurrent state of the same layer",
@@ -232,8 +234,12 @@ def _decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _layer_types_and_kwargs(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
-    """As transformers has it since 5.19; before, one dict held what any kind of layer needs."""
+    """As transformers has it since 5.19; before, one dict held what any kind of layer needs.
+
+    And before they all were "indexed_attention", each kind of index had a name of its own.
+    """
     kinds, layer_kwargs = get_layer_types_and_kwargs(config)
+    kinds = ["indexed_attention" if kind in OLD_INDEXED else kind for kind in kinds]
     if isinstance(layer_kwargs, dict):
         layer_kwargs = [dict(layer_kwargs) for _ in kinds]
     return kinds, layer_kwargs
@@ -272,7 +278,7 @@ def _mixers(layer: nn.Module) -> list[nn.Module | None]:
 
 
 def _check_kinds(name: str, kinds: list[str], mixers: tuple[nn.Module | None, ...]) -> None:
-    unknown = sorted(set(kinds) - set(DYNAMIC_LAYER_TYPE_MAPPING))
+    unknown = sorted(set(kinds) - set(DYNAMIC_LAYER_TYPE_MAPPING) - {"indexed_attention"})
     if unknown:
         raise unsupported(name, f"has layers of a kind that is not known: {', '.join(unknown)}")
     if len(kinds) != len(mixers):

@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer
 
@@ -120,10 +121,15 @@ class TrialCache(Cache):
             must = " and ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
             raise self.fail(
                 f"caches keys of shape {keys} and values of shape {values} in layer "
-                f"{layer.index}; all layers must have {must}"
+                f"{layer.index}; all layers must have {must}{self._newer()}"
             )
         if layer.keys.dtype != self.parts.dtype or layer.values.dtype != self.parts.dtype:
             raise self.fail(f"has weights of {self.parts.dtype}, but caches {layer.keys.dtype}")
+
+    def _newer(self) -> str:
+        if self.parts.latent is None:
+            return ""
+        return f"; transformers {transformers.__version__} caches no latents of it, 5.23 does"
 
     def observe(
         self, module: nn.Module, query, key, value, mask: torch.Tensor | None, options: dict
