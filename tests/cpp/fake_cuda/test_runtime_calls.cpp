@@ -42,6 +42,7 @@ std::map<std::string, double> calls_per_layer_step(int64_t batch) {
   options.groups_max = 4;
   options.pages_max = 8;
   options.select_queries_max = 1;
+  options.look_ahead = "trust";  // verify selects and plans twice
   options.device = cuda_device(0);
   const fake_cuda::Machine machine({.delay_us_max = 0});
   DeviceTensors tensors;
