@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import typer
 
-FOLDER = Path("bench/results/choices")
+FOLDER = Path("bench/choices")
 GROUP_TOKENS = 4
 TAIL_TOKENS = 32
 TEXT = Path("examples/reference_model/documents/python_logging.txt")
