@@ -149,6 +149,7 @@ KNOWN: tuple[tuple[str, Callable[[], bool]], ...] = (
     (r"the reference (keeps|has) ", _always),
     # What no CI fetches: the real model, and the packages that convert it.
     (r"make real-model ", _always),
+    (r"the reference prefetches nothing", _always),
     (r"could not import '(gguf|llama_cpp|ollm|torchao|bitsandbytes|jsonschema)", _always),
     (r"no dependency of the tests", _always),
     # Programs that examples/serving and the server's page are for.
