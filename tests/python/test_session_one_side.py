@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvswap_torch import _C
-from tests.python.reference_options import Options
+from tests.python.test_session import native, options
 
 HEADS, LAYERS = 6, 2
 METHODS = {
@@ -29,28 +29,8 @@ METHODS = {
 
 
 def opened(directory, sides: int, dim: int, dtype: torch.dtype, **changes) -> _C.TensorCache:
-    made = Options(
-        layers=LAYERS,
-        query_heads=HEADS,
-        kv_heads=1,
-        head_dim=dim,
-        sides=sides,
-        dtype=dtype,
-        directory=str(directory),
-        ranks=[16],
-        group_tokens=4,
-        groups_max=5,
-        pages_max=12,
-        tail_tokens=8,
-        sink_tokens=4,
-        select_queries_max=4,
-    )
-    for name, value in changes.items():
-        setattr(made, name, value)
-    target = _C.CacheOptions()
-    for name, value in vars(made).items():
-        setattr(target, name, value)
-    return _C.TensorCache(target)
+    sizes = {"layers": LAYERS, "query_heads": HEADS, "kv_heads": 1, "head_dim": dim}
+    return native(options(directory, **sizes, sides=sides, dtype=dtype, **changes))
 
 
 class Pair:
