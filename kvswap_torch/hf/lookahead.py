@@ -54,7 +54,8 @@ class LookAhead:
         self.summed = may_sum and self._may_sum(fast, kv_memory_bytes)
         self._plan = tuple(fast)  # layers that are predicted the fast way
         self._fast: dict[int, Any] | None = None
-        self.after_attention = _norms_after_attention(parts)
+        self._blocks = _blocks(parts)
+        self.after_attention = _norms_after_attention(parts, self._blocks)
         rotary = getattr(parts.decoder, "rotary_emb", None)
         parameters = inspect.signature(rotary.forward).parameters if rotary is not None else {}
         self._rotary_by_kind = rotary if "layer_type" in parameters else None
@@ -139,7 +140,7 @@ class LookAhead:
         kwargs: what the attention of ``layer - 1`` was called with.
         """
         with torch.no_grad():
-            hidden = _blocks(self._parts)[layer].input_layernorm.forward(residual)
+            hidden = self._blocks[layer].input_layernorm.forward(residual)
         return self.predict(layer, layer - 1, hidden, kwargs)
 
     def _position_embeddings(self, layer, source, hidden, kwargs) -> Any:
@@ -158,12 +159,12 @@ def _blocks(parts: ModelParts) -> Any:
     return blocks if len(blocks) == len(parts.mixers) else ()
 
 
-def _norms_after_attention(parts: ModelParts) -> dict[int, nn.Module]:
+def _norms_after_attention(parts: ModelParts, blocks: Any) -> dict[int, nn.Module]:
     """Of layers before one on disk, the norm that the residual after their attention goes to.
 
     Layers that normalise what attention returns, or run beside their MLP, have none.
     """
-    norms, blocks = {}, _blocks(parts)
+    norms = {}
     for index in parts.disk:
         if not 0 < index < len(blocks) or not hasattr(blocks[index], "input_layernorm"):
             continue
