@@ -27,10 +27,10 @@ struct Room {
 ///
 ///   plan -> submit -> finish; then it is planned anew.
 ///
-/// What does not arrive is as if nobody had asked for it. Not thread-safe.
+/// What does not arrive is as if it had never been asked for. Not thread-safe.
 class StepReads {
  public:
-  /// fetch: of the layer's pages, so of all layers that share them; nobody else's when this one
+  /// fetch: of the layer's pages, so of all layers that share them; no other layer's when this one
   /// begins to read.
   StepReads(int64_t layer, EngineParts& parts, const Batch& batch, Sealer& sealer, Fetch& fetch)
       : layer_(layer), parts_(parts), batch_(batch), sealer_(sealer), fetch_(fetch) {}

@@ -36,8 +36,8 @@ class Summaries {
   /// Makes room for the next sealed tokens of a sequence, whole groups; adds to `pieces` where
   /// their rows go. Where it fails the pieces before it are there.
   Status append(const SealedKeys& sealed, std::vector<RowPiece>& pieces);
-  /// Where the row of a group goes that is made again: nobody else's from now on. Only where a row
-  /// stands for a group.
+  /// Where the row of a group goes that is made again: the sequence's own from now on. Only where a
+  /// row stands for a group.
   Result<RowPiece> rewrite(const ChangedKeys& changed);
   /// Bytes that rewrite() of this group would allocate.
   int64_t bytes_to_rewrite(int64_t layer, int64_t sequence, int64_t group) const;

@@ -78,7 +78,7 @@ class Summary {
   Status append(int64_t tokens,
                 const std::function<void(Chunk&, int64_t first_row, int64_t first_token,
                                          int64_t count)>& write);
-  /// The chunk of a row that is there, nobody else's from now on.
+  /// The chunk of a row that is there, the sequence's own from now on.
   Result<Chunk*> own_chunk_of(int64_t row);
   /// Bytes that it would allocate.
   int64_t bytes_to_own(int64_t row) const;

@@ -142,7 +142,7 @@ def test_closing_gives_the_file_back(path):
 
     handle = ops.prefetch_open(path, 4096)
     assert is_open()
-    ops.prefetch_submit(handle, torch.arange(RECORDS))  # nobody waits for it
+    ops.prefetch_submit(handle, torch.arange(RECORDS))  # is never waited for
     ops.prefetch_close(handle)
     assert not is_open()
 
