@@ -47,6 +47,7 @@ FOLDER = "a model's folder"
 
 
 def serve(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder of a Hugging Face model.", metavar="DIR")],
     store: Annotated[Path, typer.Option(help="Folder of the saved caches.", metavar="DIR")],
     store_limit: Annotated[
@@ -112,7 +113,7 @@ def serve(
             "--continuous-batching: must be left out: it keeps a paged cache of its own in memory, "
             "and has no place for another"
         )
-    log_to_stderr(log_format)
+    context.with_resource(log_to_stderr(log_format))
     settings = SwapConfig() if config is None else SwapConfig.load(config)
     check_settings("--config", settings, "a server saves its caches")
     limit = parse_bytes(store_limit, "--store-limit")

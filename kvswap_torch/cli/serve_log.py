@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from rich.console import Console
@@ -32,14 +34,26 @@ class JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
-def log_to_stderr(form: LogFormat) -> None:
-    """Requests, saved caches that are left out, a store that is full, a client's troubles."""
+@contextmanager
+def log_to_stderr(form: LogFormat) -> Iterator[None]:
+    """Log requests, left-out saved caches, a full store, clients' troubles, while it is open.
+
+    Afterwards the loggers are as they were: a command that ran inside a program leaves it silent.
+    """
     if form == "json":
         handler: logging.Handler = logging.StreamHandler()
         handler.setFormatter(JsonLines())
     else:
         console = Console(stderr=True, soft_wrap=True)
         handler = RichHandler(console=console, show_path=False, markup=False, highlighter=None)
+    requests = logging.getLogger("kvswap_torch.hf.serving")
+    level = requests.level
+    requests.setLevel(logging.INFO)
     for name in _LOGGERS:
         logging.getLogger(name).addHandler(handler)
-    logging.getLogger("kvswap_torch.hf.serving").setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        requests.setLevel(level)
+        for name in _LOGGERS:
+            logging.getLogger(name).removeHandler(handler)

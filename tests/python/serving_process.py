@@ -15,6 +15,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,13 @@ class Served:
 
 
 def serve(loaded: tuple[Any, Any], store: str, limit: int = 1 << 30, **options: Any) -> None:
+    with ExitStack() as stack:
+        _serve(stack, loaded, store, limit, options)
+
+
+def _serve(
+    stack: ExitStack, loaded: tuple[Any, Any], store: str, limit: int, options: dict[str, Any]
+) -> None:
     from kvswap_torch.cli.serve_log import log_to_stderr
     from kvswap_torch.hf.serving import limits
     from kvswap_torch.hf.serving.reuse import CacheOptions
@@ -110,7 +118,7 @@ def serve(loaded: tuple[Any, Any], store: str, limit: int = 1 << 30, **options: 
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     if log := options.pop("log", None):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-        log_to_stderr("json")
+        stack.enter_context(log_to_stderr("json"))
     if commands := options.pop("faults", None):
         obey_faults(Path(commands))
     caches = {
