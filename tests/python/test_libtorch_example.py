@@ -75,8 +75,9 @@ def test_the_answers_are_pythons(config: Path | None, document: Path, tmp_path: 
     stats = expected.disk.stats
     assert f"tokens              {stats['tokens']} x 1, {stats['decoded']} decoding" in done.stderr
     assert f"groups per step     {stats['groups_per_step']:.2f}\n" in done.stderr
-    hit_rate = float(re.search(r"hit rate +([0-9.]+)%", done.stderr)[1]) / 100
-    assert hit_rate == pytest.approx(stats["hit_rate"], abs=0.02)
+    if config is not None:  # which layers prefetch by default is decided by time, and so are hits
+        hit_rate = float(re.search(r"hit rate +([0-9.]+)%", done.stderr)[1]) / 100
+        assert hit_rate == pytest.approx(stats["hit_rate"], abs=0.02)
     assert f"of {expected.disk.prefill_tokens} tokens" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
