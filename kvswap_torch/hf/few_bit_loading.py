@@ -17,6 +17,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvswap_torch.few_bits import FewBitLinear, bits_by_layer, check_format, put_in_place
+from kvswap_torch.process_memory import give_back_memory
 
 METHOD = "kvswap_few_bits"
 
@@ -54,6 +55,10 @@ class FewBitQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **named: Any) -> Any:
         self._bits = bits_by_layer(model, self.quantization_config.weights)
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **named: Any) -> Any:
+        give_back_memory()  # of the tensors in their own type
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **named: Any) -> bool:

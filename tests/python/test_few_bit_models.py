@@ -185,7 +185,8 @@ def test_loading_never_has_the_model_in_its_own_type(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, check=True, timeout=600,
     )  # fmt: skip
     anonymous, _ = json.loads(done.stdout.splitlines()[-1])
-    assert few <= anonymous <= few + 64 * MIB, (anonymous, few, whole)
+    # Of the tensors under way a few are held, by how many threads there are: not half the model.
+    assert few <= anonymous <= few + (whole - few) / 2, (anonymous, few, whole)
 
 
 # The commands.
