@@ -32,11 +32,11 @@ namespace kvswap {
 /// GivenWorths says; after a prompt with one that keeps outliers by what GroupFits does. Kept
 /// tokens are copied to pages of their own (KeptPages); on disk everything stays where it is, and
 /// where nothing is on disk Dropping says what is left. While everything fits, nobody is kept. A
-/// turn that fails leaves the old set. With keep_excluded rows of groups leave kept tokens out
-/// (SummaryExclusion). With keep_share=auto a prompt's turn finds out how many
-/// stay, and so many groups fewer are selected (PRKV G). Where layers differ in how many they keep
-/// LayerDivision says it. What leaves the tail joins those that are kept where the keeper says so
-/// (Joining). Not thread-safe.
+/// turn that fails leaves the old set. With exclude_from_summary rows of groups leave kept tokens
+/// out (SummaryExclusion). With keep_share=auto a prompt's turn finds out how many stay, and so
+/// many groups fewer are selected (PRKV G). Where layers differ in how many they keep LayerDivision
+/// says it. What leaves the tail joins those that are kept where the keeper says so (Joining). Not
+/// thread-safe.
 class Keeping {
  public:
   Keeping(EngineParts& parts, Batch& batch, const Tail& tail, Sealer& sealer, PastReader& past)

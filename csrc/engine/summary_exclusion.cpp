@@ -14,7 +14,7 @@ constexpr int64_t kGroupsAtOnce = 64;  // read together
 }  // namespace
 
 void SummaryExclusion::reserve(Arena& arena, const Plan& plan) {
-  if (!plan.options.keep_excluded) return;
+  if (!plan.options.exclude_from_summary) return;
   const int64_t loads = kGroupsAtOnce * Fetch::bytes_per_load();
   const int64_t changed = 2 * plan.keep.tokens_max * int64_t{sizeof(int32_t)};
   arena.take(Use::kStaging, loads + changed + plan.group_bytes);
@@ -36,7 +36,8 @@ void SummaryExclusion::find_changed(const KeptTokens& kept) {
 }
 
 Status SummaryExclusion::update(int64_t layer, int64_t part) {
-  if (!parts_.options.keep_excluded || !parts_.selector->is_ready(layer)) return Status::ok();
+  if (!parts_.options.exclude_from_summary || !parts_.selector->is_ready(layer))
+    return Status::ok();
   KeptTokens& kept = batch_.pages(part).kept(layer);
   find_changed(kept);
   const auto most = static_cast<size_t>(std::min(kGroupsAtOnce, 2 * parts_.plan.past_block_groups));

@@ -150,10 +150,6 @@ struct Settings {
   /// the tokens that were attended; reads nothing. all_tokens (PRKV Alg. 1): over every earlier
   /// token; reads the layer's records twice.
   std::string keep_scores = "attended";
-  /// retention.exclude_from_summary: Group bounds or means leave retained tokens out, and are
-  /// recomputed when the retained set changes (PRKV Alg. 1, lines 9-14). Reads the groups that
-  /// change. Records stay.
-  bool keep_excluded = false;
   /// retention.variance_weight: A token's score is its mean attention plus this times the
   /// variance (gamma).
   double keep_variance = 0.0;
@@ -202,6 +198,10 @@ struct Settings {
   /// logits. svd_keys: KVSwap. One block for each KV head, never doubled: pca_per_head (Loki),
   /// skewed (InfiniGen), channels (ThinK), rope_pairs (even rank).
   std::string projection_kind = "query_aware";
+  /// retention.exclude_from_summary: Group bounds or means leave retained tokens out, and are
+  /// recomputed when the retained set changes (PRKV Alg. 1, lines 9-14). Reads the groups that
+  /// change. Records stay.
+  bool exclude_from_summary = false;
 
   bool operator==(const Settings&) const = default;
 };

@@ -59,7 +59,6 @@ inline constexpr ConfigField kConfigFields[] = {{"reader", true},
                                                 {"keep_pool", true},
                                                 {"keep_interval", true},
                                                 {"keep_scores", true},
-                                                {"keep_excluded", true},
                                                 {"keep_variance", true},
                                                 {"keep_slack", true},
                                                 {"keep_ratio", true},
@@ -138,7 +137,6 @@ void visit_settings(Visit&& visit) {
   visit("keep_pool", &Settings::keep_pool, IntRange{1, 63});
   visit("keep_interval", &Settings::keep_interval, IntRange{0, 1048576});
   visit("keep_scores", &Settings::keep_scores, OneOf{{"attended", "disk"}});
-  visit("keep_excluded", &Settings::keep_excluded, Boolean{});
   visit("keep_variance", &Settings::keep_variance, RealRange{0.0, 1000000.0, "0.0 to 1000000.0"});
   visit("keep_slack", &Settings::keep_slack, RealRange{0.0, 1.0, "0.0 to 1.0"});
   visit("keep_ratio", &Settings::keep_ratio, RealRange{0.0, 1.0, "0.0 to 1.0"});
@@ -159,6 +157,7 @@ void visit_settings(Visit&& visit) {
   visit("projection_file", &Settings::projection_file, FileName{});
   visit("projection_kind", &Settings::projection_kind,
         OneOf{{"query_aware", "svd_keys", "pca_per_head", "skewed", "channels", "rope_pairs"}});
+  visit("exclude_from_summary", &Settings::exclude_from_summary, Boolean{});
 }
 
 /// Where a file of version 2 has a setting, and its words for the struct's: new=old.
@@ -215,7 +214,7 @@ inline constexpr ConfigPath kConfigPaths[] = {
     {"keep_interval", "retention", "refresh_interval", "", true},
     {"keep_scores", "retention", "refresh_scores", "attended=attended all_tokens=disk", true},
     {"keep_share", "retention", "budget", "fixed=fixed prompt_adaptive=auto", true},
-    {"keep_excluded", "retention", "exclude_from_summary", "", true},
+    {"exclude_from_summary", "retention", "exclude_from_summary", "", true},
     {"keep_layer_shares", "retention", "layer_weights", "", true},
     {"keep_layer_least", "retention", "min_layer_tokens", "", true},
     {"keep_layer_most", "retention", "max_layer_multiple", "", true},
@@ -316,7 +315,6 @@ inline constexpr OnlyRule kOnlyRules[] = {
     {"keep_pool", "keeper", "observed arkv cake", "", "", ""},
     {"keep_interval", "keeper", "observed heavy given", "", "", ""},
     {"keep_scores", "keeper", "observed", "", "", ""},
-    {"keep_excluded", "keeper", "observed", "", "", ""},
     {"keep_variance", "keeper", "arkv cake", "", "", ""},
     {"keep_slack", "keeper", "arkv", "", "", ""},
     {"keep_ratio", "keeper", "arkv", "", "", ""},
@@ -326,6 +324,7 @@ inline constexpr OnlyRule kOnlyRules[] = {
     {"keep_layer_shares", "keeper", "observed", "", "", ""},
     {"keep_layer_most", "keeper", "observed cake", "", "", ""},
     {"keep_heads", "keeper", "observed", "", "", ""},
+    {"exclude_from_summary", "keeper", "observed", "", "", ""},
     {"keep_layer_shares", "rows", "none", "", "", ""},
     {"keep_layer_shares", "keep_interval", "0", "", "", ""},
     {"keep_heads", "rows", "none", "", "", ""},
@@ -355,7 +354,7 @@ inline constexpr OnlyRule kOnlyRules[] = {
     {"keeper", "rows", "none", "", "newest cake", ""},
     {"keeper", "rows", "", "none", "outliers", "since there are no groups to be left out of"},
     {"keep_share", "rows", "", "none", "", "since no groups are selected"},
-    {"keep_excluded", "rows", "box mean", "", "", ""},
+    {"exclude_from_summary", "rows", "box mean", "", "", ""},
     {"keep_heads", "heads", "all", "", "", ""},
     {"keep_scores", "keep_interval", "", "0", "", "since nothing is decided while decoding"},
     {"keep_count", "keep_ratio", "", "1", "", "since no token is rounded"},

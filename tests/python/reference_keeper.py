@@ -124,7 +124,7 @@ class ReferenceKeeper(Division):
             may_stay[sink * group : (sink + 1) * group] = False
         pool = 1 if self._sums_up else self._options.keep_pool
         kept.positions = set(most_attended(kept.mass, may_stay, most, pool).tolist())
-        if self._options.keep_excluded:
+        if self._options.exclude_from_summary:
             self._exclude(state, sequence)
         kept.mass = kept.mass if self._sums_up else torch.zeros_like(kept.mass)
         kept.queries_since, kept.is_due = since, False

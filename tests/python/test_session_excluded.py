@@ -33,7 +33,7 @@ def test_random_operations(tmp_path, seed, rows, heads):
         rows=rows,
         heads=heads,
         keeper="observed",
-        keep_excluded=True,
+        exclude_from_summary=True,
         keep_tokens=rng.choice([1, 7, 16, 30]),
         keep_window=rng.choice([1, 5, 20]),
         keep_interval=interval,
@@ -57,7 +57,7 @@ def test_random_operations(tmp_path, seed, rows, heads):
 @pytest.mark.parametrize("heads", ["all", "each"])
 def test_rows_follow_the_kept_tokens_of_each_turn(tmp_path, heads, records, device):
     made = options(tmp_path, rows="box", heads=heads, keeper="observed", keep_tokens=12)
-    made.keep_excluded, made.keep_window, made.keep_interval = True, 5, 3
+    made.exclude_from_summary, made.keep_window, made.keep_interval = True, 5, 3
     made.records, made.group_tokens, made.device = records, 16 if records == "fp8" else 4, device
     twins = Twins(made, seed=3)
     for tokens in (150, *[1] * 9, 2, 4, 3, 40, 1, 1, 1, 1):
@@ -75,7 +75,7 @@ def test_rows_follow_the_kept_tokens_of_each_turn(tmp_path, heads, records, devi
 def test_a_group_is_not_selected_for_a_token_that_is_attended_anyway(tmp_path, is_excluded):
     """One key of group 5 is what is asked for, and kept; one of group 20 comes next."""
     made = options(tmp_path, rows="box", keeper="observed", keep_tokens=1, keep_window=1)
-    made.keep_pool, made.keep_excluded, made.sink_tokens = 1, is_excluded, 0
+    made.keep_pool, made.exclude_from_summary, made.sink_tokens = 1, is_excluded, 0
     made.group_tokens, made.groups_max, made.exact_layers = 4, 1, []
     session = native(made)
     query = torch.zeros(1, HEADS, 150, HEAD_DIM)
