@@ -201,14 +201,15 @@ def tune(
             progress,
             tell,
         )
-        config, solved, levels = find_settings(
-            measured, max_context_len, max_batch_size, budget, options
+        found = find_settings(measured, max_context_len, max_batch_size, budget, options)
+        config = found.config
+        result = TuneResult(
+            measured, options, budget, config, found.solved, found.levels, found.ahead
         )
-        result = TuneResult(measured, options, budget, config, solved, levels)
         if evaluate:
             with projection_beside(config, measured.calibrated) as ready:
-                found = evaluate_config(model, draw()[1], ready, Path(path), budget, progress)
-            result = dataclasses.replace(result, evaluation=found)
+                scores = evaluate_config(model, draw()[1], ready, Path(path), budget, progress)
+            result = dataclasses.replace(result, evaluation=scores)
         return result
 
 

@@ -69,6 +69,9 @@ class Choices:
         Group size -> one entry a sample.
     fewer
         Tokens attended, fewer than `tokens` -> as `recall`.
+    ahead
+        As `recorded`: what predicted queries select by the same projections. Rows of -1 for a layer
+        that is not predicted; empty: nothing is known of predictions.
     """
 
     tokens: int
@@ -77,6 +80,7 @@ class Choices:
     best: dict[int, list[float]]
     recorded: dict[int, list[Recorded]]
     fewer: dict[int, dict[int, list[dict[int, float]]]] = field(default_factory=dict)
+    ahead: dict[int, list[Recorded]] = field(default_factory=dict)
 
     def recall_of(self, group: int, tokens: int) -> list[dict[int, float]]:
         """`recall` where at most so many tokens are attended: the nearest that was measured."""
@@ -97,18 +101,20 @@ class Choices:
 
 
 class Recorder:
-    """Observes samples; see `record_choices`."""
+    """Observes samples; see `record_choices`. Layers select by their true queries.
+
+    What the predicted query selects is recorded in addition, at the middle rank.
+    """
 
     def __init__(
         self,
         pairs: Sequence[Pair],
-        true_layers: Sequence[int],
         choice: Choice,
         groups: Sequence[int],
         ranks: Sequence[int],
         summary_dtype: str,
     ):
-        self.pairs, self.true_layers, self.choice = pairs, frozenset(true_layers), choice
+        self.pairs, self.choice = pairs, choice
         self.groups, self.ranks, self.summary_dtype = tuple(groups), tuple(ranks), summary_dtype
         self.tokens = choice.group_tokens * choice.groups_max
         self.rank = self.ranks[len(self.ranks) // 2]
@@ -122,18 +128,18 @@ class Recorder:
         self.sought: list[list[torch.Tensor]] = [[] for _ in pairs]
         self.best = {group: [0.0] * len(pairs) for group in self.groups}
         self.rows: dict[int, list[torch.Tensor]] = {}
+        self.ahead: dict[int, list[torch.Tensor]] = {}
 
     def begin(self) -> None:
         self.rows = {group: [] for group in self.groups}
+        self.ahead = {group: [] for group in self.groups}
 
     def add(self, seen: Observed, sample: Sample) -> None:
         """One layer of a sample."""
         last = min(len(sample.ids), sample.focus + STEPS_MAX)
         positions = torch.arange(sample.focus, last)
         views = attention_views(seen, positions, sources(sample.ids, positions))
-        is_true = seen.layer in self.true_layers or seen.predicted is None
-        look = seen.query if is_true else seen.predicted
-        scores = GroupScores(seen, look, self.pairs[seen.layer], positions, self.choice)
+        scores = GroupScores(seen, seen.query, self.pairs[seen.layer], positions, self.choice)
         of_size = {
             group: Steps(seen, positions, self._choice(group), views) for group in self.groups
         }
@@ -143,9 +149,22 @@ class Recorder:
                 self._count(group, seen.layer, rank, steps, own)
                 if rank == self.rank:
                     self.rows[group].append(_rising(steps.select(own), steps.choosable))
+        self._look_ahead(seen, positions, of_size)
         for group, steps in of_size.items():
             self.best[group][seen.layer] += steps.best_recall()
         self.sought[seen.layer].append(of_size[self.groups[0]].sought())
+
+    def _look_ahead(
+        self, seen: Observed, positions: torch.Tensor, of_size: dict[int, Steps]
+    ) -> None:
+        if seen.predicted is None:
+            for group in of_size:
+                self.ahead[group].append(torch.full_like(self.rows[group][-1], -1))
+            return
+        scores = GroupScores(seen, seen.predicted, self.pairs[seen.layer], positions, self.choice)
+        of_sizes = scores.at(self.rank, self.summary_dtype, list(of_size.values()))
+        for (group, steps), own in zip(of_size.items(), of_sizes, strict=True):
+            self.ahead[group].append(_rising(steps.select(own), steps.choosable))
 
     def _count(self, group: int, layer: int, rank: int, steps: Steps, scores: torch.Tensor) -> None:
         """What the best groups hold and find; fewer are chosen anew, since choices are rising."""
@@ -200,6 +219,7 @@ def record_choices(
         New: it belongs to this call.
     """
     recorded: dict[int, list[Recorded]] = {group: [] for group in recorder.groups}
+    ahead: dict[int, list[Recorded]] = {group: [] for group in recorder.groups}
     for number, sample in enumerate(samples):
         if progress is not None:
             progress("recording choices", number, len(samples))
@@ -207,6 +227,7 @@ def record_choices(
         calibrator.read(sample, lambda seen, sample=sample: recorder.add(seen, sample))
         for group, rows in recorder.rows.items():
             recorded[group].append(Recorded(sample.focus, tuple(rows)))
+            ahead[group].append(Recorded(sample.focus, tuple(recorder.ahead[group])))
     if progress is not None:
         progress("recording choices", len(samples), len(samples))
     count = len(samples)
@@ -218,6 +239,7 @@ def record_choices(
         recorder.best_worth(count),
         recorded,
         {tokens: recorder.worth(count, tokens) for tokens in fewer},
+        ahead,
     )
 
 

@@ -6,21 +6,15 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvswap_torch.config import SwapConfig
+from kvswap_torch.config import Prefetch, SwapConfig
 from kvswap_torch.config.engine import engine_value, renamed
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.sizing import ModelShape
+from kvswap_torch.tuning.layer_time import LayerClock, LayerTime, together
 from kvswap_torch.tuning.solver import Setting
-from kvswap_torch.tuning.step_model import (
-    Disk,
-    LayerLoads,
-    LoadingModel,
-    StepModel,
-    Work,
-    disk_seconds,
-)
-from kvswap_torch.tuning.traffic import NO_REUSE, Merging, Traffic, TrafficTable
+from kvswap_torch.tuning.step_model import Disk, LoadingModel, StepModel, Work
+from kvswap_torch.tuning.traffic import NO_REUSE, Merging, Prefetched, Traffic, TrafficTable
 
 SHARING = 2  # layers that have pages at a time, where they are shared: one reads, one attends
 GAIN_MIN = 1e-4  # of worth, a column; what a layer gains below it is noise
@@ -109,9 +103,10 @@ class StepCost:
     Parameters
     ----------
     parts
-        Seconds by use: what is computed, ``load`` for what loads take of the cores, ``wait``.
-    io
-        Seconds of the disk for each layer, hidden or not.
+        Seconds by use: what is computed, ``predict`` for queries of later layers and what is scored
+        by them, ``load`` for what loads take of the cores, ``wait``.
+    layers
+        What each layer's reads add.
     bytes_read
         Per sequence.
     hit_rate
@@ -119,13 +114,21 @@ class StepCost:
     """
 
     parts: dict[str, float]
-    io: tuple[float, ...]
+    layers: tuple[LayerTime, ...]
     bytes_read: float
     hit_rate: float
 
     @property
     def seconds(self) -> float:
         return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """Of recorded choices: what `TrafficTable.get` takes, and which part of them is attended."""
+
+    args: tuple[int, int, str, int, Merging]
+    share: float
 
 
 @dataclass
@@ -136,6 +139,9 @@ class SettingCosts:
     ----------
     need
         Config -> bytes by use and ``total`` at this batch and context, and ``record_bytes``.
+    losses
+        For each layer, rank -> recall that is lost where a predicted query selects; used where
+        `base` trusts predictions.
     base
         What every setting shares.
     """
@@ -150,6 +156,7 @@ class SettingCosts:
     disk: Disk
     traffic: TrafficTable
     need: Callable[[SwapConfig], Mapping[str, int]]
+    losses: Sequence[Mapping[int, float]] = ()
     _needs: dict[Setting, Mapping[str, int]] = field(default_factory=dict)
     _costs: dict[Setting, StepCost] = field(default_factory=dict)
 
@@ -172,6 +179,11 @@ class SettingCosts:
                 "storage.kv_dtype": kv_dtype,
             }
         )
+
+    def with_prefetch(self, prefetch: Prefetch) -> SettingCosts:
+        """The same place where queries are predicted in another way."""
+        base = dataclasses.replace(self.base, prefetch=prefetch)
+        return dataclasses.replace(self, base=base, _needs={}, _costs={})
 
     def attended(self, setting: Setting) -> int:
         """Tokens attended: no more than are kept."""
@@ -196,18 +208,18 @@ class SettingCosts:
         tables = choices.recall_of(setting.group_tokens, self.attended(setting))
         ranks = self.levels.ranks[setting.rank]
         held = [table[rank] for table, rank in zip(tables, ranks, strict=True)]
+        if self.base.prefetch.mode == "trust":
+            lost = (self.losses[layer].get(ranks[layer], 0.0) for layer in self._ahead())
+            return (sum(held) - sum(lost)) / len(held)
         return sum(held) / len(held)
 
     def io_seconds(self, setting: Setting) -> float:
-        """Of the layers that read ahead: the others' loads cannot be hidden by any setting."""
-        io = self.cost(setting).io
-        return sum(io[layer] for layer in self._ahead())
+        """Of all layers but the first, which has no layer before it to be hidden behind."""
+        return sum(layer.io for layer in self.cost(setting).layers[1:])
 
     def model_seconds(self, setting: Setting) -> float:
-        """The time beside which those loads can be hidden."""
-        parts = self.cost(setting).parts
-        own = sum(seconds for name, seconds in parts.items() if name != "wait")
-        return own * len(self._ahead()) / self.shape.layers
+        """What of those loads is hidden: at most as long as what is computed beside them."""
+        return sum(layer.io - layer.wait for layer in self.cost(setting).layers[1:])
 
     def step_seconds(self, setting: Setting) -> float:
         return self.cost(setting).seconds
@@ -227,67 +239,120 @@ class SettingCosts:
         else:
             traffic = self.layer_traffic(config, self._need(setting)["record_bytes"])
         parts = self.steps.parts(make_work(config, self.shape, self.batch, self.context, traffic))
-        loads = [self._loads(each) for each in traffic]
-        io = tuple(disk_seconds(self.disk, each) for each in loads)
-        period = sum(parts.values()) / self.shape.layers
-        ahead = set(self._ahead())
-        late = self._late(setting, config) if setting.shares_pages else {}
-        every = [*loads, *late.values()]
-        parts["load"] = sum(self.loading.busy(each) for each in every)
-        parts["wait"] = sum(
-            self.loading.waited(seconds, period if layer in ahead or late else 0.0)
-            for layer, seconds in enumerate(io)
-        )
-        parts["wait"] += sum(
-            self.loading.waited(disk_seconds(self.disk, each), 0.0) for each in late.values()
-        )
+        layers = self._layers(setting, config, parts, traffic)
+        parts["load"] = sum(each.load for each in layers)
+        parts["wait"] = sum(each.wait for each in layers)
+        parts["predict"] = sum(each.predict for each in layers)
         attended = sum(each.attended for each in traffic)
         loaded = sum(each.loads for each in traffic)
         return StepCost(
             parts,
-            io,
-            bytes_read=sum(each.bytes_read for each in every) / self.batch,
+            layers,
+            bytes_read=sum(each.bytes_read for each in layers) / self.batch,
             hit_rate=1 - loaded / attended if attended else 0.0,
         )
 
-    def _loads(self, traffic: Traffic) -> LayerLoads:
-        return LayerLoads(self.batch * traffic.reads, self.batch * traffic.bytes_read)
+    def clock(self, parts: Mapping[str, float]) -> LayerClock:
+        """What layers' reads take beside a step of these parts, of which none is for reads."""
+        selection = self.base.selection
+        # By one query a KV head, the mean of its query heads (docs/methods.md).
+        share = self.shape.kv_heads / self.shape.heads if selection.score == "mass_sum" else 1.0
+        return LayerClock(
+            self.loading,
+            self.disk,
+            self.batch,
+            period=sum(parts.values()) / self.shape.layers,
+            query=self.steps.predict_seconds(self.batch),
+            scoring=share * parts["select"] / self.shape.layers,
+        )
 
-    def _late(self, setting: Setting, config: SwapConfig) -> dict[int, LayerLoads]:
-        """Where layers share pages: what those that do not read ahead read by their own query.
+    def _layers(
+        self,
+        setting: Setting,
+        config: SwapConfig,
+        parts: Mapping[str, float],
+        traffic: Sequence[Traffic],
+    ) -> tuple[LayerTime, ...]:
+        clock, ahead = self.clock(parts), set(self._ahead())
+        if self.is_whole(setting):
+            return tuple(clock.plain(each) for each in traffic)
+        if setting.shares_pages:
+            return self._sharing(config, clock, traffic)
+        if config.prefetch.mode == "trust":
+            return tuple(
+                clock.trusted(each) if layer in ahead else clock.plain(each)
+                for layer, each in enumerate(traffic)
+            )
+        prefetched = self._prefetched(config)
+        return tuple(
+            clock.best_verified(each, prefetched[layer] if layer in ahead else None)
+            for layer, each in enumerate(traffic)
+        )
 
-        What they attended in the last step they read beforehand (csrc/engine/layer_steps.h); this
-        is what it lacks.
+    def _sharing(
+        self, config: SwapConfig, clock: LayerClock, traffic: Sequence[Traffic]
+    ) -> tuple[LayerTime, ...]:
+        """Where layers share pages all that is attended is read again.
+
+        A trusted layer reads it one layer ahead. The others read ahead what they attended in the
+        last step (csrc/engine/layer_steps.h), and by their own query what that lacks, less what a
+        predicted query has found.
         """
         memory = dataclasses.replace(
             config.memory, resident_layers=None, replacement="last_step_only"
         )
         last = dataclasses.replace(config, memory=memory)
-        new = self.layer_traffic(last, self._need(setting)["record_bytes"])
         ahead = set(self._ahead())
-        return {layer: self._loads(each) for layer, each in enumerate(new) if layer not in ahead}
+        is_trusted = config.prefetch.mode == "trust"
+        new = self.layer_traffic(last, self._record_bytes(config))
+        guesses: Sequence[Prefetched | None] = [None] * len(new)
+        if ahead and not is_trusted:
+            # As many pages to spare as a step attends: the other layer's.
+            pages = max(memory.pages_per_layer, 2 * config.selection.top_k_groups)
+            roomy = dataclasses.replace(memory, pages_per_layer=pages)
+            guesses = self._prefetched(dataclasses.replace(config, memory=roomy))
+        found = []
+        for layer, whole in enumerate(traffic):
+            if is_trusted and layer in ahead:
+                found.append(clock.trusted(whole))
+                continue
+            guess = guesses[layer] if layer in ahead else None
+            found.append(together(clock.early(whole), clock.best_verified(new[layer], guess)))
+        return tuple(found)
+
+    def _record_bytes(self, config: SwapConfig) -> int:
+        return self.need(config)["record_bytes"]
+
+    def _prefetched(self, config: SwapConfig) -> list[Prefetched | None]:
+        """As `layer_traffic`, of layers whose predictions are verified."""
+        replay = self._replay(config, self._record_bytes(config))
+        found = self.traffic.prefetched(*replay.args)
+        return [each and each.scaled(replay.share) for each in found]
 
     def layer_traffic(self, config: SwapConfig, record_bytes: int) -> list[Traffic]:
         """What each layer and sequence reads."""
+        replay = self._replay(config, record_bytes)
+        traffic = self.traffic.get(*replay.args)
+        return traffic if replay.share == 1.0 else [each.scaled(replay.share) for each in traffic]
+
+    def _replay(self, config: SwapConfig, record_bytes: int) -> _Replay:
         storage, memory, group = config.storage, config.memory, config.selection.group_tokens
         merging = Merging(record_bytes, storage.coalesce_gap_bytes, storage.max_read_bytes)
         recorded = self.traffic.choices.tokens // group
         policy = engine_value(config, "replacement") if memory.resident_layers is None else NO_REUSE
         selected, pages = config.selection.top_k_groups, memory.pages_per_layer
-        if selected >= recorded:
-            return self.traffic.get(group, pages, policy, self.context, merging)
         # Fewer groups with as many pages for each are taken to meet as often.
-        share = selected / recorded
-        pages = round(pages / share)
-        traffic = self.traffic.get(group, pages, policy, self.context, merging)
-        return [each.scaled(share) for each in traffic]
+        share = min(1.0, selected / recorded)
+        pages = pages if share == 1.0 else round(pages / share)
+        return _Replay((group, pages, policy, self.context, merging), share)
 
     def _ahead(self) -> list[int]:
+        """Layers whose query is predicted, or may be."""
         return layers_ahead(self.base, self.shape.layers)
 
 
 def layers_ahead(config: SwapConfig, layers: int) -> list[int]:
-    """Layers whose loads are submitted a layer early; the first never is."""
+    """Layers whose query is predicted, or may be; the first never is."""
     if not config.predicts:
         return []
     return [i for i in range(1, layers) if i not in config.prefetch.skip_layers]

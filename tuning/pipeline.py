@@ -15,9 +15,10 @@ from kvswap_torch.config.engine import renamed
 from kvswap_torch.projection_file import save_projections
 from kvswap_torch.sizing import ModelShape
 from kvswap_torch.tuning import work as kept
+from kvswap_torch.tuning.ahead import AheadChoice, decide
 from kvswap_torch.tuning.calibration import CalibrationOptions, calibrate
 from kvswap_torch.tuning.choices import GROUPS, Recorder, record_choices
-from kvswap_torch.tuning.costs import Levels, SettingCosts, make_levels, make_work
+from kvswap_torch.tuning.costs import Levels, SettingCosts, layers_ahead, make_levels, make_work
 from kvswap_torch.tuning.disk import DiskModel
 from kvswap_torch.tuning.observe import Calibrator
 from kvswap_torch.tuning.probe import DiskFigures, probe_disk
@@ -30,7 +31,6 @@ from kvswap_torch.tuning.settings import (
     engine_need,
     sharing_capacities,
     sizes_by_format,
-    true_query_layers,
     usable_sizes,
 )
 from kvswap_torch.tuning.solver import Grid, Solved, make_config, pairs_to_solve, solve
@@ -56,7 +56,6 @@ from kvswap_torch.tuning.work import (
     from_calibration,
     is_calibrated,
     load_calibrated,
-    pick_pairs,
     pick_summary_dtype,
     save_calibrated,
 )
@@ -145,20 +144,23 @@ class Measured:
     base: SwapConfig
     date: str
 
-    def costs(self, levels: Levels, batch: int, context: int, budget_bytes: int) -> SettingCosts:
-        """The cost model of one batch and context."""
+    def costs(
+        self, levels: Levels, batch: int, context: int, budget_bytes: int, base: SwapConfig
+    ) -> SettingCosts:
+        """The cost model of one batch and context; base: `base`, or with another prefetch."""
         demand = Demand(context, batch, budget_bytes)
         return SettingCosts(
             batch=batch,
             context=context,
             shape=self.shape,
-            base=self.base,
+            base=base,
             levels=levels,
             steps=self.steps,
             loading=self.loading,
             disk=self.disk,
             traffic=self.traffic,
             need=engine_need(self.model, demand, self.figures.alignment_bytes),
+            losses=self.calibrated.losses,
         )
 
 
@@ -189,7 +191,8 @@ def measure_all(
     shape = calibrator.parts.shape
     machine, identity = kept.machine_key(path), kept.fingerprint(model)
     disk_key = kept.make_key(machine, options.device, str(path))
-    made_of = (identity, text_key, dataclasses.asdict(options.calibration), options.sizes)
+    calibration = dataclasses.asdict(options.calibration)
+    made_of = ("true and predicted selections", identity, text_key, calibration, options.sizes)
     keys = (disk_key, kept.make_key(*made_of))
     if tell is not None:
         tell(str(_least(calibrator, samples, folder, keys, options, batch_max, context_max)))
@@ -205,7 +208,7 @@ def measure_all(
     sizes = usable_sizes(options.sizes, shape, figures.alignment_bytes)
     plan = _timing_plan(batch_max, context_max, shape, calibrated, sizes)
     key = kept.make_key(
-        "steps with loads and without",
+        "steps with loads and without, and predictions",
         identity,
         machine,
         options.device,
@@ -217,7 +220,8 @@ def measure_all(
         str(path),
     )
     device = options.device if options.device in MODELLED else None
-    timed = base.with_settings({"storage.simulated_device": device})
+    # Selections are overridden while steps are timed, so every prediction may be trusted then.
+    timed = base.with_settings({"storage.simulated_device": device, "prefetch.mode": "trust"})
     with projection_beside(timed, calibrated) as config:
         kept_as = (folder, _timings_name(options), key)
         timings = _time(model, path, plan, config, traffic, kept_as, progress)
@@ -228,7 +232,10 @@ def measure_all(
         disk=disk,
         calibrated=calibrated,
         timings=tuple(timings),
-        steps=fit_steps([(_work_of(t, config, shape), t.parts) for t in timings if not t.loads]),
+        steps=fit_steps(
+            [(_work_of(t, config, shape), t.parts) for t in timings if not t.loads],
+            len(layers_ahead(config, shape.layers)),
+        ),
         loading=fit_loading(loading_steps(timings, config, shape.layers), disk),
         traffic=traffic,
         base=base.with_settings({"selection.max_step_tokens": Selection().max_step_tokens}),
@@ -251,7 +258,7 @@ def _base_of(calibrated: Calibrated, choice: Choice) -> SwapConfig:
             recent_tokens=choice.tail_tokens,
             max_step_tokens=1,
         ),
-        prefetch=Prefetch(mode="trust", skip_layers=calibrated.true_query_layers),
+        prefetch=Prefetch(mode="verify"),
     )
 
 
@@ -261,7 +268,7 @@ def projection_beside(base: SwapConfig, calibrated: Calibrated) -> Iterator[Swap
     with tempfile.TemporaryDirectory() as folder:
         save_projections(
             Path(folder) / PROJECTION_NAME,
-            calibrated.pairs,
+            calibrated.pairs_for(base),
             kind=calibrated.kind,
             model=calibrated.identity,
         )
@@ -314,8 +321,7 @@ def _calibrate(
     calibration = calibrate(model, fitted, held_out, options.calibration, progress)
     width = calibrator.parts.shape.width
     recorder = Recorder(
-        pick_pairs(calibration),
-        true_query_layers(calibration),
+        calibration.pairs[calibration.kind, "true"],
         options.calibration.choice,
         options.sizes,
         rank_grid(width, options.calibration.rank_max or RANKS[-1]),
@@ -390,10 +396,29 @@ def make_grid(measured: Measured, levels: Levels, context: int, options: TuneOpt
     )
 
 
+@dataclass(frozen=True)
+class Found:
+    """Settings for every batch and context, the largest first.
+
+    Parameters
+    ----------
+    ahead
+        What is predicted, what is trusted, and why.
+    """
+
+    config: SwapConfig
+    solved: list[Solved]
+    levels: Levels
+    ahead: AheadChoice
+
+
 def find_settings(
     measured: Measured, context_max: int, batch_max: int, budget_bytes: int, options: TuneOptions
-) -> tuple[SwapConfig, list[Solved], Levels]:
+) -> Found:
     """Settings for every batch and context under a budget; measures nothing.
+
+    Predictions are verified first; then the same is solved with those trusted that lose no answers,
+    which is taken where it is clearly faster (`kvswap_torch.tuning.ahead`).
 
     Raises
     ------
@@ -405,12 +430,23 @@ def find_settings(
         choices.recall[choices.middle_group],
         uniform=options.uniform_rank,
     )
-    solved = solve(
-        lambda batch, context: measured.costs(levels, batch, context, budget_bytes),
+
+    def solve_with(prefetch: Prefetch, grids: Callable[[int], Grid]) -> list[Solved]:
+        base = dataclasses.replace(measured.base, prefetch=prefetch)
+        return solve(
+            lambda batch, context: measured.costs(levels, batch, context, budget_bytes, base),
+            grids,
+            pairs_to_solve(batch_max, context_max),
+            budget_bytes,
+            options.solver,
+        )
+
+    ahead, solved = decide(
+        measured.calibrated,
+        solve_with,
         lambda context: make_grid(measured, levels, context, options),
-        pairs_to_solve(batch_max, context_max),
-        budget_bytes,
-        options.solver,
     )
-    base = dataclasses.replace(measured.base, model=measured.calibrated.identity)
-    return make_config(solved, base), solved, levels
+    base = dataclasses.replace(
+        measured.base, model=measured.calibrated.identity, prefetch=ahead.prefetch
+    )
+    return Found(make_config(solved, base), solved, levels, ahead)

@@ -18,6 +18,7 @@ from kvswap_torch.config import SwapConfig
 from kvswap_torch.config.engine import engine_value
 from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.projection_file import save_projections
+from kvswap_torch.tuning.ahead import AheadChoice
 from kvswap_torch.tuning.costs import Levels
 from kvswap_torch.tuning.pipeline import Measured, TuneOptions
 from kvswap_torch.tuning.points import Point, ReportData
@@ -36,6 +37,8 @@ class TuneResult:
         Complete but for the projection file, which `save` writes beside it.
     solved
         What both solvers found for each batch and context, the largest first.
+    ahead
+        What is predicted, what is trusted, and why.
     evaluation
         Next-token accuracy with the full cache and with this config, where it was asked for.
     """
@@ -46,6 +49,7 @@ class TuneResult:
     config: SwapConfig
     solved: list[Solved]
     levels: Levels
+    ahead: AheadChoice
     evaluation: dict[str, float] | None = None
 
     def save(self, path: str | Path) -> SwapConfig:
@@ -64,7 +68,7 @@ class TuneResult:
         calibrated = self.measured.calibrated
         save_projections(
             path.parent / name,
-            calibrated.pairs,
+            calibrated.pairs_for(self.config),
             kind=calibrated.kind,
             model=calibrated.identity,
         )
@@ -103,6 +107,7 @@ class TuneResult:
             },
             "tokens_fitted": calibrated.tokens_fitted,
             "tokens_measured": calibrated.tokens_measured,
+            "look_ahead": self.ahead.to_json(),
             "solutions": [_told(each) for each in self.solved],
             "warnings": [*calibrated.warnings, *figures.warnings],
         }
@@ -142,9 +147,8 @@ def print_result(result: TuneResult, console: Console) -> None:
     ranks = ", ".join(map(str, result.config.ranks(calibrated.layers)))
     summary = calibrated.summary_words
     console.print(f"ranks by layer {ranks}; summary in {summary}")
-    if calibrated.true_query_layers:
-        layers = ", ".join(map(str, calibrated.true_query_layers))
-        console.print(f"layers that choose with their true query: {layers}")
+    for line in result.ahead.lines():
+        console.print(line)
     figures = measured.figures
     console.print(
         f"disk: {figures.device or 'as it is'}, {figures.reader}, "
@@ -293,9 +297,7 @@ def _facts(result: TuneResult, solved: Solved) -> dict[str, str]:
         "measured on": result.measured.date,
         "greedy solver": _greedy_words(solved.greedy_loss),
     }
-    if calibrated.true_query_layers:
-        layers = ", ".join(map(str, calibrated.true_query_layers))
-        facts["choose with their true query"] = f"layers {layers}"
+    facts["look-ahead"] = " ".join(result.ahead.lines())
     if result.evaluation is not None:
         facts["next token right"] = (
             f"{result.evaluation['accuracy']:.3f} (full cache "

@@ -153,12 +153,12 @@ def check_budget(
         raise BudgetError(too_small(request, need(least), least))
 
 
-PREDICTION_LOSS_MAX = 0.03  # share of a layer's recall; where more is lost it does not look ahead
+PREDICTION_LOSS_MAX = 0.03  # share of a layer's recall; where more is lost it is never trusted
 LOOKUPS_LOST_MAX = 0.005  # share of all layers' look-ups that predictions may lose together
 
 
 def true_query_layers(calibration: Calibration) -> tuple[int, ...]:
-    """Layers that lose more to prediction than reading ahead is worth.
+    """Layers that must select with their true query: their predictions lose answers.
 
     Those that lose much of their own recall; and, of the others, those that lose most look-ups,
     until what all predicted layers lose together is little: on a real model (docs/tuning.md) three
@@ -183,3 +183,12 @@ def true_query_layers(calibration: Calibration) -> tuple[int, ...]:
         if spent > LOOKUPS_LOST_MAX:
             alone.add(layer)
     return tuple(sorted(alone))
+
+
+def prediction_losses(calibration: Calibration) -> list[dict[int, float]]:
+    """For each layer, rank -> worth that is lost where the predicted query selects; at least 0."""
+    predicted, true = (calibration.tables[calibration.kind, "model", q].worth() for q in QUERIES)
+    return [
+        {rank: max(0.0, value - guess[rank]) for rank, value in known.items()}
+        for guess, known in zip(predicted, true, strict=True)
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
 
@@ -109,22 +109,37 @@ class StepModel:
     coefficients
         By part, for the features of `Work.rows`.
     model
-        Batch -> seconds of what the session has no clock for: the model's own work and prediction.
+        Batch -> seconds of what the session has no clock for: the model's own work.
+    predict
+        Batch -> seconds that one layer's query takes to be predicted; empty: not known, none.
     """
 
     coefficients: dict[str, tuple[float, ...]]
     model: dict[int, float]
+    predict: dict[int, float] = field(default_factory=dict)
+
+    def predict_seconds(self, batch: int) -> float:
+        """Of one layer's query."""
+        return _between(self.predict, batch) if self.predict else 0.0
 
     def parts(self, work: Work) -> dict[str, float]:
         """Seconds by use."""
         parts = {name: dot(row, self.coefficients[name]) for name, row in work.rows().items()}
-        batches = sorted(self.model)
-        own = np.interp(work.batch, batches, [self.model[batch] for batch in batches])
-        return parts | {"model": float(own)}
+        return parts | {"model": _between(self.model, work.batch)}
 
 
-def fit_steps(points: Sequence[tuple[Work, Mapping[str, float]]]) -> StepModel:
+def _between(known: Mapping[int, float], batch: int) -> float:
+    batches = sorted(known)
+    return float(np.interp(batch, batches, [known[each] for each in batches]))
+
+
+def fit_steps(points: Sequence[tuple[Work, Mapping[str, float]]], predicted: int = 0) -> StepModel:
     """Fits each part by itself to steps that load nothing: their work and seconds by part.
+
+    Parameters
+    ----------
+    predicted
+        Layers whose query was predicted in them.
 
     Raises
     ------
@@ -145,7 +160,12 @@ def fit_steps(points: Sequence[tuple[Work, Mapping[str, float]]]) -> StepModel:
         batch: median(parts["model"] for work, parts in points if work.batch == batch)
         for batch in batches
     }
-    return StepModel(coefficients, own)
+    ahead = {
+        batch: median(parts["predict"] for work, parts in points if work.batch == batch) / predicted
+        for batch in batches
+        if predicted
+    }
+    return StepModel(coefficients, own, ahead)
 
 
 FIRST_READS = 20  # of a layer: beyond them submitting is done before reading is

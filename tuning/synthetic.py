@@ -37,7 +37,8 @@ class StepTime:
     total
         Seconds of the model's forward pass.
     parts
-        Seconds by use, among them ``model``: what the session has no clock for.
+        Seconds by use, among them ``predict``, of queries of later layers, and ``model``: what
+        there is no clock for.
     counts
         Of the session, by name.
     """
@@ -68,6 +69,8 @@ class SyntheticDecode:
             model, path=path, config=config, max_context=context + room, max_batch=batch
         )
         self.layers = self.cache.parts.shape.layers
+        self._predict_seconds = 0.0
+        self._time_predictions(self.cache._look_ahead)
         try:
             self._fill(context)
         except BaseException:
@@ -84,6 +87,17 @@ class SyntheticDecode:
     def context(self) -> int:
         """Tokens in the cache now."""
         return self.cache.get_seq_length()
+
+    def _time_predictions(self, look_ahead: Any) -> None:
+        predict = look_ahead.predict
+
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            query = predict(*args)
+            self._predict_seconds += time.perf_counter() - began
+            return query
+
+        look_ahead.predict = timed
 
     def crop(self, context: int) -> None:
         """Keeps the first `context` tokens."""
@@ -114,12 +128,13 @@ class SyntheticDecode:
         for step in range(warm_up + count):
             for layer, groups in enumerate(override(step)):
                 session.override_selection(layer, groups)
-            before = session.counters()
+            before, predicted = session.counters(), self._predict_seconds
             began = time.perf_counter()
             self._forward()
             total = time.perf_counter() - began
             after = session.counters()
             parts = {part: after[f"{part}_seconds"] - before[f"{part}_seconds"] for part in PARTS}
+            parts["predict"] = self._predict_seconds - predicted
             parts["model"] = total - sum(parts.values())
             counts = {name: after[name] - before[name] for name in COUNTS}
             times.append(StepTime(total, parts, counts))

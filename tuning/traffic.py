@@ -82,6 +82,17 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Prefetched:
+    """What a layer reads whose prediction is verified: before it selects, and once it has."""
+
+    early: Traffic
+    late: Traffic
+
+    def scaled(self, share: float) -> Prefetched:
+        return Prefetched(self.early.scaled(share), self.late.scaled(share))
+
+
+@dataclass(frozen=True)
 class Merging:
     """As `SwapConfig`: neighbours over a gap up to the first, reads up to the second."""
 
@@ -113,8 +124,9 @@ class TrafficTable:
 
     def __init__(self, choices: Choices):
         self.choices = choices
-        self._steps: dict[tuple[int, int], list[list[Steps]]] = {}
+        self._steps: dict[tuple[int, int, bool], list[list[Steps]]] = {}
         self._known: dict[tuple, list[Traffic]] = {}
+        self._prefetched: dict[tuple, list[Prefetched | None]] = {}
 
     def get(
         self, group: int, pages: int, policy: str, context: int, merging: Merging
@@ -140,11 +152,39 @@ class TrafficTable:
         """The same where only who is there matters, and not how reads are merged."""
         return self.get(group, pages, policy, context, UNMERGED)
 
-    def steps(self, group: int, context: int) -> list[list[Steps]]:
-        """For each layer and recorded sample its steps, as they would be in that context."""
-        if (group, context) not in self._steps:
-            recorded = self.choices.recorded[group]
-            self._steps[group, context] = [
+    def prefetched(
+        self, group: int, pages: int, policy: str, context: int, merging: Merging
+    ) -> list[Prefetched | None]:
+        """The same where a predicted query prefetches and the true query selects.
+
+        None for a layer that nothing is predicted of, or without a page to spare.
+        """
+        key = (group, pages, policy, context, merging)
+        if key not in self._prefetched:
+            if group not in self.choices.ahead:
+                return [None] * len(self.choices.recorded[group][0].layers)
+            layers = zip(
+                self.steps(group, context), self.steps(group, context, ahead=True), strict=True
+            )
+            self._prefetched[key] = [
+                _mean_prefetched(
+                    [
+                        _replay_prefetched(steps, guesses, pages, policy, merging)
+                        for steps, guesses in zip(*samples, strict=True)
+                    ]
+                )
+                for samples in layers
+            ]
+        return self._prefetched[key]
+
+    def steps(self, group: int, context: int, *, ahead: bool = False) -> list[list[Steps]]:
+        """For each layer and recorded sample its steps, as they would be in that context.
+
+        ahead: what the predicted queries select.
+        """
+        if (group, context, ahead) not in self._steps:
+            recorded = (self.choices.ahead if ahead else self.choices.recorded)[group]
+            self._steps[group, context, ahead] = [
                 [
                     [
                         stretched(each.chosen(layer, step), group, each.context, context)
@@ -154,7 +194,7 @@ class TrafficTable:
                 ]
                 for layer in range(len(recorded[0].layers))
             ]
-        return self._steps[group, context]
+        return self._steps[group, context, ahead]
 
 
 class Replayed:
@@ -207,6 +247,40 @@ def _replay(steps: Steps, pages: int, policy: str, merging: Merging) -> Traffic:
         reads, total, counted = reads + len(sizes), total + sum(sizes), counted + 1
     each = 1 / max(1, counted)
     return Traffic(attended * each, loads * each, reads * each, total * each)
+
+
+def _replay_prefetched(
+    steps: Steps, guesses: Steps, pages: int, policy: str, merging: Merging
+) -> Prefetched | None:
+    """Pages that were prefetched in vain do not stay here: as little is found again."""
+    if not any(len(guess) for guess in guesses):
+        return None
+    buffer = ReuseBuffer(pages, policy)
+    early, late = [0.0] * 4, [0.0] * 4
+    counted = 0
+    for number, (groups, guess) in enumerate(zip(steps, guesses, strict=True)):
+        room = pages - len(groups)
+        wanted = np.array([each for each in guess if each not in buffer][:room], dtype=np.int64)
+        loaded = buffer.plan(groups)
+        if number < len(steps) // 4:
+            continue
+        counted += 1
+        missed = np.setdiff1d(loaded, wanted)
+        for sums, read in ((early, wanted), (late, missed)):
+            sizes = read_sizes(read, merging)
+            for place, value in enumerate((len(groups), len(read), len(sizes), sum(sizes))):
+                sums[place] += value
+    if early[1] == 0:
+        return None
+    each = 1 / max(1, counted)
+    return Prefetched(Traffic(*early).scaled(each), Traffic(*late).scaled(each))
+
+
+def _mean_prefetched(found: Sequence[Prefetched | None]) -> Prefetched | None:
+    known = [each for each in found if each is not None]
+    if len(known) < len(found):
+        return None
+    return Prefetched(_mean([each.early for each in known]), _mean([each.late for each in known]))
 
 
 def _mean(traffic: Sequence[Traffic]) -> Traffic:

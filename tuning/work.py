@@ -15,13 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kvswap_torch.config import ModelIdentity
+from kvswap_torch.config import ModelIdentity, SwapConfig
 from kvswap_torch.errors import ConfigError, StorageError
 from kvswap_torch.projection import Pair
 from kvswap_torch.tuning.calibration import Calibration
 from kvswap_torch.tuning.choices import Choices, Recorded
-from kvswap_torch.tuning.recall import QUERIES
-from kvswap_torch.tuning.settings import true_query_layers
+from kvswap_torch.tuning.costs import layers_ahead
+from kvswap_torch.tuning.settings import prediction_losses, true_query_layers
 from kvswap_torch.version import __version__
 
 FINGERPRINT_ELEMENTS = 4096  # of each parameter
@@ -113,9 +113,13 @@ class Calibrated:
     kind
         Of the projection.
     pairs
-        One projection a layer on disk, for the query that the layer chooses with.
+        One projection a layer on disk, for its true query.
+    predicted_pairs
+        The same for the query as the layer before predicts it.
     true_query_layers
-        Layers that choose with their true query.
+        Layers whose predictions must not be trusted.
+    losses
+        For each layer, rank -> worth that is lost where a predicted query selects.
     summary_dtype
         As in `SwapConfig`.
     recall
@@ -131,7 +135,9 @@ class Calibrated:
     identity: ModelIdentity
     kind: str
     pairs: list[Pair]
+    predicted_pairs: list[Pair]
     true_query_layers: tuple[int, ...]
+    losses: list[dict[int, float]]
     summary_dtype: str
     recall: dict[tuple[str, str], list[dict[int, float]]]
     energy: list[list[float]]
@@ -144,6 +150,16 @@ class Calibrated:
     def layers(self) -> int:
         """Layers on disk."""
         return len(self.pairs)
+
+    def pairs_for(self, config: SwapConfig) -> list[Pair]:
+        """For each layer the projection that is made for the query it selects with."""
+        if config.prefetch.mode != "trust":
+            return self.pairs
+        trusted = set(layers_ahead(config, self.layers))
+        return [
+            (self.predicted_pairs if layer in trusted else self.pairs)[layer]
+            for layer in range(self.layers)
+        ]
 
     @property
     def summary_words(self) -> str:
@@ -174,22 +190,15 @@ def pick_summary_dtype(calibration: Calibration) -> str:
     return "int4" if is_worth_it else "int8"
 
 
-def pick_pairs(calibration: Calibration) -> list[Pair]:
-    """For each layer the projection that is made for the query it chooses with."""
-    true_layers = true_query_layers(calibration)
-    return [
-        calibration.pairs[calibration.kind, QUERIES[layer in true_layers]][layer]
-        for layer in range(calibration.shape.layers)
-    ]
-
-
 def from_calibration(calibration: Calibration, choices: Choices) -> Calibrated:
     """What is kept of it."""
     return Calibrated(
         identity=calibration.identity,
         kind=calibration.kind,
-        pairs=pick_pairs(calibration),
+        pairs=calibration.pairs[calibration.kind, "true"],
+        predicted_pairs=calibration.pairs[calibration.kind, "predicted"],
         true_query_layers=true_query_layers(calibration),
+        losses=prediction_losses(calibration),
         summary_dtype=pick_summary_dtype(calibration),
         recall={
             (kind, query): table.recall()
@@ -207,17 +216,20 @@ def from_calibration(calibration: Calibration, choices: Choices) -> Calibrated:
 def save_calibrated(path: Path, calibrated: Calibrated, key: str) -> None:
     """Writes everything to one safetensors file; `key` identifies what it was made of."""
     tensors = {}
-    for layer, (keys, queries) in enumerate(calibrated.pairs):
-        tensors[f"pairs.{layer}.key"] = keys.float().clone().contiguous()
-        tensors[f"pairs.{layer}.query"] = queries.float().clone().contiguous()
+    for name in ("pairs", "predicted_pairs"):
+        for layer, (keys, queries) in enumerate(getattr(calibrated, name)):
+            tensors[f"{name}.{layer}.key"] = keys.float().clone().contiguous()
+            tensors[f"{name}.{layer}.query"] = queries.float().clone().contiguous()
     choices = calibrated.choices
-    for group, samples in choices.recorded.items():
-        for number, sample in enumerate(samples):
-            for layer, rows in enumerate(sample.layers):
-                tensors[f"choices.{group}.{number}.{layer}"] = rows.contiguous()
+    for name, recorded in (("choices", choices.recorded), ("ahead", choices.ahead)):
+        for group, samples in recorded.items():
+            for number, sample in enumerate(samples):
+                for layer, rows in enumerate(sample.layers):
+                    tensors[f"{name}.{group}.{number}.{layer}"] = rows.contiguous()
     plain: dict[str, Any] = {
         "identity": dataclasses.asdict(calibrated.identity),
         "recall": [[*name, _tables(tables)] for name, tables in calibrated.recall.items()],
+        "losses": _tables(calibrated.losses),
         "choices": {
             "tokens": choices.tokens,
             "rank": choices.rank,
@@ -285,22 +297,32 @@ def load_calibrated(path: Path, key: str) -> Calibrated | None:
 def _calibrated(plain: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Calibrated:
     layers = len(plain["energy"])
     given = plain["choices"]
-    recorded = {
-        group: [
-            Recorded(
-                context,
-                tuple(tensors[f"choices.{group}.{number}.{layer}"] for layer in range(layers)),
-            )
-            for number, context in enumerate(contexts)
+
+    def recorded(name: str) -> dict[int, list[Recorded]]:
+        return {
+            group: [
+                Recorded(
+                    context,
+                    tuple(tensors[f"{name}.{group}.{number}.{layer}"] for layer in range(layers)),
+                )
+                for number, context in enumerate(contexts)
+            ]
+            for group, contexts in given["contexts"]
+        }
+
+    def pairs(name: str) -> list[Pair]:
+        return [
+            (tensors[f"{name}.{layer}.key"], tensors[f"{name}.{layer}.query"])
+            for layer in range(layers)
         ]
-        for group, contexts in given["contexts"]
-    }
+
     choices = Choices(
         tokens=given["tokens"],
         rank=given["rank"],
         recall={group: _untabled(tables) for group, tables in given["recall"]},
         best=dict(given["best"]),
-        recorded=recorded,
+        recorded=recorded("choices"),
+        ahead=recorded("ahead"),
         fewer={
             tokens: {group: _untabled(tables) for group, tables in sizes}
             for tokens, sizes in given["fewer"]
@@ -309,11 +331,10 @@ def _calibrated(plain: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Cali
     return Calibrated(
         identity=ModelIdentity(**plain["identity"]),
         kind=plain["kind"],
-        pairs=[
-            (tensors[f"pairs.{layer}.key"], tensors[f"pairs.{layer}.query"])
-            for layer in range(layers)
-        ],
+        pairs=pairs("pairs"),
+        predicted_pairs=pairs("predicted_pairs"),
         true_query_layers=tuple(plain["true_query_layers"]),
+        losses=_untabled(plain["losses"]),
         summary_dtype=plain["summary_dtype"],
         recall={(kind, query): _untabled(tables) for kind, query, tables in plain["recall"]},
         energy=plain["energy"],

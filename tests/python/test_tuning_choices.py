@@ -30,7 +30,7 @@ def recorded() -> tuple[Recorder, Sample, tuple[torch.Tensor, torch.Tensor]]:
     pair = tuple(0.3 * torch.randn(WIDTH, 6, generator=generator) for _ in range(2))
     ids = torch.arange(TOKENS)
     ids[FOCUS:] = ids[20 : 20 + TOKENS - FOCUS].clone()
-    recorder, sample = Recorder([pair], (0,), CHOICE, (2, 4), (6,), "model"), Sample(ids, FOCUS)
+    recorder, sample = Recorder([pair], CHOICE, (2, 4), (6,), "model"), Sample(ids, FOCUS)
     recorder.begin()
     recorder.add(seen(), sample)
     return recorder, sample, pair
