@@ -292,6 +292,20 @@ def _draw(
     return default_samples(tokenizer, lengths, count=COUNT)
 
 
+def held_out_samples(
+    model: Any, tokenizer: Any, calibration: Sequence[str | Path] | None, context: int
+) -> Sequence[Sample]:
+    """Text that is only measured on, no longer than the context and the model allow.
+
+    Raises
+    ------
+    ConfigError
+        As `tune`: for a context that the model was not made for, or text that is too short.
+    """
+    _check_context(model, context)
+    return _draw(model, tokenizer, calibration, min(context, LENGTHS[0]))[1]
+
+
 def _lengths(context: int) -> tuple[int, ...]:
     """Tokens of the samples that are drawn."""
     return tuple(dict.fromkeys(min(length, context) for length in LENGTHS))

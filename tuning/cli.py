@@ -16,8 +16,9 @@ from kvswap_torch.cli.load import load_model
 from kvswap_torch.cli.report import print_error
 from kvswap_torch.cli.saved_app import Weights
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import KVSwapError
+from kvswap_torch.errors import ConfigError, KVSwapError
 from kvswap_torch.few_bits import check_format
+from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.positions import most_positions
 
 USUAL_CONTEXT = 32768  # tokens
@@ -38,6 +39,13 @@ Example:
 
 Use the result with `KVSwapCache(model, path="/fast/disk", config="config.json",
 kv_memory_bytes="512MiB")`.
+
+With `--preset NAME` the settings of that published method are searched instead: its own grid,
+a few dozen points at most (`kvswap_torch.preset.grid`). Each point that fits is decoded with on
+held-out text. The fastest is written that loses at most 0.01 of the best recall, or of the best
+agreement with the full cache where the method selects nothing:
+
+    kvswap tune --preset quest --model ./model --path /fast/disk --kv-memory 512MiB
 """
 
 
@@ -123,6 +131,9 @@ def main(
     evaluate: Annotated[
         bool, typer.Option(help="Decode the held-out questions with the result.")
     ] = False,
+    preset: Annotated[
+        str, typer.Option(help="Search this preset's own settings; `kvswap presets` lists them.")
+    ] = "",
     weights: Weights = None,
     work: Annotated[
         Path | None, typer.Option(help="Measurements and report; default: OUT with .tuning.")
@@ -142,7 +153,10 @@ def main(
 
     console = Console(stderr=json_out == Path("-"))
     try:
-        if report:
+        if preset:
+            given = (solver, min_recall, exposed_share, uniform_rank, projection, records, evaluate)
+            _check_preset(preset, device, (*given, work))
+        elif report:
             require_matplotlib()  # not after minutes of measuring
         options = TuneOptions(
             device=device,
@@ -156,10 +170,17 @@ def main(
         check_format(weights)
         wanted = "a model's folder or name"
         network = load_model(model, say=console.print, wanted=wanted, weights=weights)
+        context = max_context or _usual_context(network)
+        if preset:
+            place = (context, max_batch, parse_bytes(kv_memory, "--kv-memory"), path)
+            config = _tune_preset(network, preset, place, model, calibration, device, out, console)
+            if json_out is not None:
+                write_json(config, json_out)
+            return
         with show_progress(console) as progress:
             result = tune(
                 network,
-                max_context_len=max_context or _usual_context(network),
+                max_context_len=context,
                 max_batch_size=max_batch,
                 kv_memory=kv_memory,
                 path=path,
@@ -189,3 +210,68 @@ def main(
 
 def _usual_context(model: Any) -> int:
     return min(USUAL_CONTEXT, most_positions(model.config.get_text_config()) or USUAL_CONTEXT)
+
+
+# What belongs to the tuner of kvswap's own settings: value without the option.
+_NOT_WITH_PRESET = {
+    "solver": "exhaustive",
+    "min_recall": 0.0,
+    "exposed_share": 0.0,
+    "uniform_rank": False,
+    "projection": "query_aware",
+    "records": "model",
+    "evaluate": False,
+    "work": None,
+}
+
+
+def _check_preset(name: str, device: str, given: tuple[Any, ...]) -> None:
+    """Before a model is loaded; given: what `_NOT_WITH_PRESET` names, in its order."""
+    from kvswap_torch.preset.grid import grid_of
+    from kvswap_torch.tuning.pipeline import MODELLED
+
+    grid_of(name)
+    others = [
+        option
+        for (option, usual), value in zip(_NOT_WITH_PRESET.items(), given, strict=True)
+        if value != usual
+    ]
+    if others:
+        named = ", ".join("--" + option.replace("_", "-") for option in others)
+        raise ConfigError(
+            f"tune: with --preset must come without {named}, which the tuner of kvswap's own "
+            f"settings takes, got --preset {name}; leave one of them out"
+        )
+    if device not in ("", *MODELLED):
+        raise ConfigError(
+            f"tune: with --preset --device must be one of {', '.join(MODELLED)}, got {device!r}"
+        )
+
+
+def _tune_preset(
+    network: Any,
+    name: str,
+    place: tuple[int, int, int, Path],
+    tokenizer: str,
+    calibration: list[Path] | None,
+    device: str,
+    out: Path,
+    console: Console,
+) -> SwapConfig:
+    """place: context, batch, bytes and folder."""
+    from kvswap_torch.tuning.api import held_out_samples
+    from kvswap_torch.tuning.presets import tune_preset
+
+    samples = held_out_samples(network, tokenizer, calibration, place[0])
+    with show_progress(console) as progress:
+        found = tune_preset(network, name, *place, samples, device=device, progress=progress)
+    for line in found.lines():
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    console.print(
+        f"memory at batch {found.batch} and {found.context:,} tokens; the rest at "
+        f"{found.tokens:,} tokens of one sequence; least lost of: {found.measure}",
+        highlight=False,
+    )
+    config = found.save(out)
+    console.print(f"wrote {config.source}")
+    return config
