@@ -195,6 +195,20 @@ def solve_setting():
     return solve(lambda *_: at, lambda _: grid, [(1, CONTEXT)], 1 << 30)[0].chosen.setting
 
 
+def test_only_what_is_read_ahead_hides_for_the_papers_solver():
+    """The first layer does not count: no setting hides it."""
+    setting = solve_setting()
+    alone, trusted = (costs(Prefetch(mode=mode), MS) for mode in ("off", "trust"))
+    assert alone.io_seconds(setting) > 0 == alone.model_seconds(setting)
+    assert (
+        trusted.model_seconds(setting) == trusted.io_seconds(setting) == alone.io_seconds(setting)
+    )
+    some = costs(Prefetch(mode="trust", skip_layers=(1, 2)), MS)
+    assert some.model_seconds(setting) == pytest.approx(some.io_seconds(setting) / 3)
+    slow = costs(Prefetch(mode="verify"), 3 * MS)  # of which half a layer's time hides one
+    assert slow.model_seconds(setting) == pytest.approx(slow.io_seconds(setting) / 3)
+
+
 @given(
     st.floats(1e-8, 1e-2),
     st.sets(st.integers(1, LAYERS - 1)),

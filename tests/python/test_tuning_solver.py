@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -261,6 +262,35 @@ def test_where_one_solver_finds_a_setting_both_do(kind, model, budget, recall_mi
         except BudgetError as error:
             told.append(str(error))
     assert told[0] == told[1]
+
+
+@dataclass(frozen=True)
+class Arbitrary(Model):
+    """Any recall and any loading for each setting, in no order; memory alone rises."""
+
+    seed: int = 0
+
+    def _any(self, setting: Setting, what: str) -> float:
+        return Random(f"{self.seed} {what} {setting}").random()
+
+    def recall(self, setting: Setting) -> float:
+        return self._any(setting, "recall")
+
+    def io_seconds(self, setting: Setting) -> float:
+        return self._any(setting, "io")
+
+    def model_seconds(self, setting: Setting) -> float:
+        return self._any(setting, "model")
+
+
+@given(st.integers(0, 999), grids, st.integers(LEAST, 4000))
+def test_greedy_never_refuses_where_exhaustive_finds_a_setting(seed, grid, budget):
+    """Whatever recall is, in no order of rank, group and buffer: if one setting alone has it."""
+    grid, model = replace(grid, shared=(100, 400)), Arbitrary(seed=seed)
+    best = max(solutions(grid, model, budget), key=lambda each: each.recall)
+    grid = replace(grid, recall_min=best.recall)
+    for run in (solve_greedy, solve_exhaustive):
+        assert run(grid, model, budget).setting == best.setting
 
 
 def a_4(grid: Grid, model: Model, budget: int) -> tuple[Setting, bool]:
