@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from kvswap_torch import BudgetError, ConfigError, KVSwapCache, StorageError, SwapConfig
+from kvswap_torch.config import Prefetch
 from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.tuning.api import at_length, tune
 from kvswap_torch.tuning.calibration import CalibrationOptions
@@ -92,6 +93,27 @@ def test_a_cache_takes_what_the_tuner_writes(tuned, model, tmp_path):
         assert cache.driver.projection_source == "file"
     assert ours.shape == (1, 204)
     assert {(row.batch, row.context) for row in saved.table} == {(1, CONTEXT), (2, CONTEXT)}
+
+
+def test_what_is_written_answers_as_the_true_query(tuned, model, tmp_path):
+    """Predictions are trusted only in layers that a calibration found fit for it."""
+    result, _ = tuned
+    saved = result.save(tmp_path / "config.json")
+    unfit = set(result.measured.calibrated.true_query_layers)
+    assert not unfit & set(result.ahead.trusted)
+    assert saved.provenance["look_ahead"]["mode"] == saved.prefetch.mode
+    assert len(saved.provenance["look_ahead"]["layers"]) == saved.model.layers
+    verified, alone = (saved.with_settings({"prefetch.mode": mode}) for mode in ("verify", "off"))
+    answers = []
+    for config in (verified, alone):
+        with KVSwapCache(model, path=tmp_path, config=config) as cache:
+            answers.append(greedy(model, prompt(1, 300), cache, tokens=24))
+    assert torch.equal(*answers)
+
+
+def test_a_config_of_an_older_tuner_goes_on_trusting():
+    shipped = SwapConfig.load(ROOT / "examples" / "reference_model" / "kvswap.json")
+    assert shipped.prefetch == Prefetch(mode="trust", skip_layers=(1, 2))
 
 
 def test_every_solution_keeps_the_budget(tuned, model, tmp_path):
