@@ -362,6 +362,7 @@ LayerState Cache::layer(int64_t layer, int64_t queries) const {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine(layer);
   return {.positions = engine.positions(layer),
+          .attends_exactly = engine.exact_chunks().takes(layer),
           .attends_all = engine.sequences().all_fit(layer),
           .needs_projection = engine.needs_projection(layer),
           .needs_scores = engine.given().needs_scores(layer, queries)};

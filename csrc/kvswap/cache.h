@@ -28,6 +28,7 @@ struct Held {
 /// What a layer holds, and what it must be given.
 struct LayerState {
   int64_t positions = 0;
+  bool attends_exactly = false;   // the pass attends all that is there, past tail and pages too
   bool attends_all = true;        // no group has to be left out: any query chooses all
   bool needs_projection = false;  // it must choose among more groups than it may attend, and cannot
   bool needs_scores = false;      // GroupScores must come before attend() of so many queries

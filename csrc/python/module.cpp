@@ -170,6 +170,17 @@ void bind_tensor_calls(py::class_<TensorCache>& cache) {
           },
           py::arg("layer"), py::arg("query"), py::arg("keys"), py::arg("values"), py::arg("scale"),
           py::arg("softcap") = 0.0, py::arg("sinks") = py::none(), Released())
+      .def(
+          "extend_expanded",
+          [](TensorCache& self, int64_t layer, const at::Tensor& query, const at::Tensor& weight,
+             int64_t unrotated, const at::Tensor& keys, double scale, double softcap,
+             const std::optional<at::Tensor>& sinks, std::optional<bool> by_torch) {
+            return self.extend_expanded(layer, {query, weight, unrotated, by_torch}, keys, scale,
+                                        {softcap, sinks});
+          },
+          py::arg("layer"), py::arg("query"), py::arg("weight"), py::arg("unrotated"),
+          py::arg("keys"), py::arg("scale"), py::arg("softcap") = 0.0,
+          py::arg("sinks") = py::none(), py::arg("by_torch") = py::none(), Released())
       .def("set_projection", &TensorCache::set_projection, py::arg("layer"),
            py::arg("key_projection"), py::arg("query_projection"), Released())
       .def("read_back", &TensorCache::read_back, py::arg("layer"), py::arg("begin"), py::arg("end"),

@@ -24,6 +24,8 @@ namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 constexpr int64_t kScoresMax = 16 << 20;  // computed at once
+/// Query rows that a mask is built for at once, so that it never grows with the square.
+constexpr int64_t kMaskedRows = 512;
 
 /// The same in memory of the order [rows, heads, ...], in which flash attention leaves it.
 at::Tensor in_rows(const at::Tensor& tensor) {
@@ -117,6 +119,27 @@ PartialAttention attend_part_in_rows(const at::Tensor& query, const at::Tensor& 
     }
     PartialAttention part = attend_rows(query.narrow(1, first, count), keys.narrow(1, 0, seen),
                                         values.narrow(1, 0, seen), first, mask, rule);
+    outputs.push_back(part.output);
+    log_sum_exps.push_back(part.log_sum_exp);
+  }
+  return {at::cat(outputs, 1).contiguous(), at::cat(log_sum_exps, 1).contiguous()};
+}
+
+PartialAttention attend_own_masked(const at::Tensor& query, const at::Tensor& keys,
+                                   const at::Tensor& values, const at::Tensor& valid,
+                                   const ScoreRule& rule) {
+  const int64_t tokens = query.size(1);
+  std::vector<at::Tensor> outputs;
+  std::vector<at::Tensor> log_sum_exps;
+  const auto like = valid.options().dtype(at::kLong);
+  const at::Tensor columns = at::arange(tokens, like);
+  for (int64_t row = 0; row < tokens; row += kMaskedRows) {
+    const int64_t end = std::min(tokens, row + kMaskedRows);
+    const at::Tensor rows = at::arange(row, end, like).unsqueeze(1);
+    const at::Tensor allowed =
+        columns.le(rows).logical_and(valid).logical_or(columns.eq(rows)).narrow(1, 0, end);
+    PartialAttention part = attend_part(query.narrow(1, row, end - row), keys.narrow(1, 0, end),
+                                        values.narrow(1, 0, end), Causal::kNo, allowed, rule);
     outputs.push_back(part.output);
     log_sum_exps.push_back(part.log_sum_exp);
   }

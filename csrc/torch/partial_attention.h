@@ -37,6 +37,12 @@ PartialAttention attend_part_in_rows(const at::Tensor& query, const at::Tensor& 
                                      const std::optional<at::Tensor>& allowed,
                                      const ScoreRule& rule);
 
+/// A chunk over itself with padding in its middle, valid [count] bool: causal, valid keys only;
+/// each row sees at least itself.
+PartialAttention attend_own_masked(const at::Tensor& query, const at::Tensor& keys,
+                                   const at::Tensor& values, const at::Tensor& valid,
+                                   const ScoreRule& rule);
+
 /// Weighs each head's sink in: a score without a value. sinks [heads] fp32.
 void add_sinks(PartialAttention& partial, const at::Tensor& sinks);
 

@@ -16,6 +16,10 @@ namespace kvswap {
 std::pair<at::Tensor, at::Tensor> split_pages(const EngineOptions& options,
                                               const at::Tensor& pages);
 
+/// The same of a block of the past, by the host's kernels; in the block's room, if it has one.
+std::pair<at::Tensor, at::Tensor> unpack_here(const Plan& plan, const PastStream::Block& block,
+                                              const at::TensorOptions& like);
+
 /// The same of a block of the past, on the device of `like` and of its dtype, in torch's own
 /// operations: records of e4m3 are decoded there, exactly as decode_records() does.
 std::pair<at::Tensor, at::Tensor> unpack_there(const Plan& plan, const PastStream::Block& block,

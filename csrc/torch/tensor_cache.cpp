@@ -12,6 +12,7 @@
 
 #include "io/timeline.h"
 #include "torch/element_type.h"
+#include "torch/expanded_attention.h"
 #include "torch/op_checks.h"
 #include "torch/parallel.h"
 #include "torch/projection.h"
@@ -112,6 +113,30 @@ at::Tensor packed_flags(const char* where, const at::Tensor& valid) {
 
 std::span<const float> span_of(const at::Tensor& tensor) {
   return {tensor.data_ptr<float>(), static_cast<size_t>(tensor.numel())};
+}
+
+void check_expanded(const char* where, const ExpandedQueries& queries, const at::Tensor& keys,
+                    const ModelShape& shape) {
+  const at::Tensor& query = queries.query;
+  const at::Tensor& weight = queries.weight;
+  TORCH_CHECK_VALUE(shape.sides == 1 && shape.kv_heads == 1 && query.is_cpu(), where,
+                    ": must be of latents on the CPU (sides=1), got sides=", shape.sides, " on ",
+                    query.device());
+  TORCH_CHECK_VALUE(weight.dim() == 3 && weight.size(0) == shape.heads && queries.unrotated >= 0 &&
+                        queries.value_dim() >= 1 && weight.size(2) <= shape.head_dim,
+                    where, ": weight must be [", shape.heads, ", ", queries.unrotated,
+                    " + value, rank], got ", weight.sizes());
+  const int64_t width = queries.unrotated + shape.head_dim - queries.rank();
+  TORCH_CHECK_VALUE(query.dim() == 4 && query.size(0) == keys.size(0) &&
+                        query.size(1) == shape.heads && query.size(2) == keys.size(2) &&
+                        query.size(3) == width,
+                    where, ": query must be [", keys.size(0), ", ", shape.heads, ", ", keys.size(2),
+                    ", ", width, "], got ", query.sizes());
+  for (const at::Tensor& each : {query, weight}) {
+    TORCH_CHECK_VALUE(each.scalar_type() == keys.scalar_type() && each.device() == keys.device(),
+                      where, ": query and weight must have the keys' dtype and device, got ",
+                      each.scalar_type(), " on ", each.device());
+  }
 }
 
 }  // namespace
@@ -276,6 +301,36 @@ at::Tensor TensorCache::extend(int64_t layer, const at::Tensor& query, const at:
   at::Tensor output = output_for(query);
   with_value_errors([&] {
     cache_->extend(layer, tokens_of(k, v), queries_of(q), static_cast<float>(scale),
+                   output.data_ptr(), terms_of(terms, sinks));
+  });
+  return output;
+}
+
+at::Tensor TensorCache::extend_expanded(int64_t layer, const ExpandedQueries& queries,
+                                        const at::Tensor& keys, double scale,
+                                        const ScoreTerms& terms) {
+  const at::NoGradGuard no_grad;
+  const char* where = "extend_expanded";
+  check_new(where, keys, keys);
+  check_expanded(where, queries, keys, cache_->options().shape);
+  TORCH_CHECK_VALUE(cache_->layer(layer).attends_exactly, where,
+                    ": must be called in a prefill, got a pass that decodes; absorb the query and "
+                    "call extend()");
+  const at::Tensor sinks = contiguous_sinks(where, terms.sinks, queries.query);
+  const ExpandedQueries asked = {plain(queries.query), queries.weight.contiguous(),
+                                 queries.unrotated, queries.by_torch};
+  const at::Tensor k = plain(keys);
+  const int64_t tokens = k.size(2);
+  const EstimateWanted wanted =
+      with_value_errors([&] { return cache_->wants_estimate(layer, tokens); });
+  if (wanted == EstimateWanted::kFromChunk) {
+    estimate(layer, cache_->layer(layer).positions, k, asked.absorbed());
+  }
+  at::Tensor output =
+      at::empty({k.size(0), tokens, asked.heads(), asked.value_dim()}, asked.query.options());
+  const ExpandedScope scope(asked, output);
+  with_value_errors([&] {
+    cache_->extend(layer, tokens_of(k, k), queries_of(asked.query), static_cast<float>(scale),
                    output.data_ptr(), terms_of(terms, sinks));
   });
   return output;

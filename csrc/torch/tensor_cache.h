@@ -19,6 +19,23 @@ struct ScoreTerms {
   std::optional<at::Tensor> sinks;  // [heads] fp32 on the cache's device, kept by the caller
 };
 
+/// Queries of a model with latent attention as the model makes them, and what expands latents to
+/// keys and values of every head. A record's key is the latent with the rotated key behind it.
+struct ExpandedQueries {
+  at::Tensor query;   // [batch, heads, tokens, unrotated + rotary], the rotated part last
+  at::Tensor weight;  // [heads, unrotated + value, rank]: what makes keys, then values
+  int64_t unrotated = 0;
+  /// Whether torch's flash attention attends, or our kernel; none: the faster one on this CPU.
+  std::optional<bool> by_torch = {};
+
+  int64_t heads() const { return weight.size(0); }
+  int64_t rank() const { return weight.size(2); }
+  int64_t value_dim() const { return weight.size(1) - unrotated; }
+  int64_t rotary() const { return query.size(3) - unrotated; }
+  /// The same over what a record holds, [batch, heads, tokens, rank + rotary].
+  at::Tensor absorbed() const;
+};
+
 /// What a layer's projection is estimated from.
 struct EstimateFrom {
   int64_t layer = 0;
@@ -91,6 +108,11 @@ class TensorCache {
   /// few tokens of a prefill, have outgrown what may be attended.
   at::Tensor extend(int64_t layer, const at::Tensor& query, const at::Tensor& keys,
                     const at::Tensor& values, double scale, const ScoreTerms& terms = {});
+  /// The same for a model with latent attention (sides = 1), of a prefill's chunk: attends by keys
+  /// and values that are expanded block by block, without absorbed queries. Returns [batch, tokens,
+  /// heads, value].
+  at::Tensor extend_expanded(int64_t layer, const ExpandedQueries& queries, const at::Tensor& keys,
+                             double scale, const ScoreTerms& terms = {});
 
   /// [kv_heads * head_dim, rank] each; with heads=each every KV head's own, one below the other.
   void set_projection(int64_t layer, const at::Tensor& key_projection,

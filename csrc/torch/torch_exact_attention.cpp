@@ -1,31 +1,24 @@
 #include "torch/torch_exact_attention.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 
 #include <algorithm>
-#include <array>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "kernels/chunk_attention.h"
 #include "kernels/cpu_features.h"
-#include "kernels/records.h"
 #include "torch/element_type.h"
-#include "torch/parallel.h"
+#include "torch/expanded_attention.h"
 #include "torch/partial_attention.h"
 #include "torch/past_tensors.h"
 
 namespace kvswap {
 namespace {
-
-/// Query rows that a mask is built for at once, so that it never grows with the square.
-constexpr int64_t kMaskedRows = 512;
 
 /// [count] bool: which of the positions from `first` on count.
 at::Tensor valid_positions(const TokenValidity& validity, int64_t first, int64_t count,
@@ -34,81 +27,6 @@ at::Tensor valid_positions(const TokenValidity& validity, int64_t first, int64_t
   bool* data = valid.data_ptr<bool>();
   for (int64_t i = 0; i < count; ++i) data[i] = validity.is_valid(first + i);
   return valid.to(device);
-}
-
-/// A chunk with padding in its middle: causal, valid keys only; each row sees at least itself.
-PartialAttention attend_masked(const at::Tensor& query, const at::Tensor& keys,
-                               const at::Tensor& values, const at::Tensor& valid,
-                               const ScoreRule& rule) {
-  const int64_t tokens = query.size(1);
-  std::vector<at::Tensor> outputs;
-  std::vector<at::Tensor> log_sum_exps;
-  const auto like = valid.options().dtype(at::kLong);
-  const at::Tensor columns = at::arange(tokens, like);
-  for (int64_t row = 0; row < tokens; row += kMaskedRows) {
-    const int64_t end = std::min(tokens, row + kMaskedRows);
-    const at::Tensor rows = at::arange(row, end, like).unsqueeze(1);
-    const at::Tensor allowed =
-        columns.le(rows).logical_and(valid).logical_or(columns.eq(rows)).narrow(1, 0, end);
-    PartialAttention part = attend_part(query.narrow(1, row, end - row), keys.narrow(1, 0, end),
-                                        values.narrow(1, 0, end), Causal::kNo, allowed, rule);
-    outputs.push_back(part.output);
-    log_sum_exps.push_back(part.log_sum_exp);
-  }
-  return {at::cat(outputs, 1).contiguous(), at::cat(log_sum_exps, 1).contiguous()};
-}
-
-/// [kv_heads, groups * group_tokens, head_dim] twice, from records; in the block's room, if it has
-/// one.
-std::pair<at::Tensor, at::Tensor> unpack(const Plan& plan, const PastStream::Block& block,
-                                         const at::TensorOptions& like) {
-  const EngineOptions& options = plan.options;
-  const int64_t tokens = block.groups * options.group_tokens;
-  const auto empty = [&](std::byte* room) {
-    const std::array<int64_t, 3> sizes = {options.kv_heads, tokens, options.head_dim};
-    return room == nullptr ? at::empty(sizes, like) : at::from_blob(room, sizes, like);
-  };
-  const at::Tensor keys = empty(block.room);
-  const bool has_values = options.sides == 2;
-  const at::Tensor values =
-      !has_values ? keys
-                  : empty(block.room == nullptr ? nullptr
-                                                : block.room + plan.group_bytes / 2 * block.groups);
-  std::vector<void*> records(block.groups);
-  std::vector<int64_t> first_tokens(block.groups);
-  for (int64_t i = 0; i < block.groups; ++i) {
-    records[i] = const_cast<std::byte*>(block.listed->pages[i]);
-    first_tokens[i] = i * options.group_tokens;
-  }
-  const int64_t head_stride = tokens * options.head_dim;
-  const auto unpack_to = [&](void* const* from, const int64_t* first_token, int64_t count) {
-    unpack_records({.shape = plan.record_shape,
-                    .tokens = {.keys = keys.data_ptr(),
-                               .values = has_values ? values.data_ptr() : nullptr,
-                               .key_head_stride = head_stride,
-                               .key_token_stride = options.head_dim,
-                               .value_head_stride = head_stride,
-                               .value_token_stride = options.head_dim},
-                    .records = from,
-                    .first_tokens = first_token,
-                    .slots = nullptr,
-                    .lengths = nullptr,
-                    .count = count});
-  };
-  at_parallel_for()(block.groups, 16, [&](int64_t begin, int64_t end) {
-    if (plan.has_float8_records) {
-      std::vector<std::byte> room(plan.group_bytes);
-      for (int64_t i = begin; i < end; ++i) {
-        void* record = const_cast<std::byte*>(
-            tokens_of_page(plan, block.listed->pages[i],
-                           block.listed->exponents.data() + i * plan.note_bytes, room.data()));
-        unpack_to(&record, &first_tokens[i], 1);
-      }
-      return;
-    }
-    unpack_to(records.data() + begin, first_tokens.data() + begin, end - begin);
-  });
-  return {keys, values};
 }
 
 /// What a part has attended so far.
@@ -146,7 +64,7 @@ class TorchPart final : public ExactPart {
 
   Status visit_sealed(const PastStream::Block& block) override {
     const Plan& plan = engine_.parts().plan;
-    const auto [keys, values] = query_.is_cpu() ? unpack(plan, block, query_.options())
+    const auto [keys, values] = query_.is_cpu() ? unpack_here(plan, block, query_.options())
                                                 : unpack_there(plan, block, query_.options());
     attend(keys, values, block.first_group * plan.options.group_tokens);
     return Status::ok();
@@ -256,7 +174,7 @@ class TorchChunk final : public ExactChunk {
       own = attend_part(query, keys, values, Causal::kYes, std::nullopt, rule_);
     } else {
       const at::Tensor valid = valid_positions(validity, position, tokens, query.device());
-      own = attend_masked(query, keys, values, valid, rule_);
+      own = attend_own_masked(query, keys, values, valid, rule_);
     }
     const int64_t heads = query.size(0);
     at::Tensor sinks;
@@ -285,19 +203,18 @@ class TorchChunk final : public ExactChunk {
   ScoreRule rule_;
 };
 
-/// Whether chunk_attention() is the faster one: not without vectors, nor beside AMX, which torch
-/// multiplies bf16 by.
-bool is_fast_on_host(DType dtype) {
-  return simd_level() != "SCALAR" && (dtype != DType::kBFloat16 || !has_bf16_tiles());
-}
-
 class TorchExactAttention final : public ExactAttention {
  public:
   explicit TorchExactAttention(at::Device device) : device_(device) {}
 
   Result<std::unique_ptr<ExactChunk>> begin(Engine& engine, const ExactArgs& args) const override {
     const EngineOptions& options = engine.options();
-    if (!options.device && is_fast_on_host(options.dtype)) return host_->begin(engine, args);
+    if (const ExpandedScope* expanded = ExpandedScope::current()) {
+      return expanded->begin(engine, args);
+    }
+    if (!options.device && is_chunk_attention_fast(options.dtype)) {
+      return host_->begin(engine, args);
+    }
     return std::unique_ptr<ExactChunk>(std::make_unique<TorchChunk>(engine, args, device_));
   }
 
@@ -307,6 +224,10 @@ class TorchExactAttention final : public ExactAttention {
 };
 
 }  // namespace
+
+bool is_chunk_attention_fast(DType dtype) {
+  return simd_level() != "SCALAR" && (dtype != DType::kBFloat16 || !has_bf16_tiles());
+}
 
 std::shared_ptr<ExactAttention> torch_exact_attention(at::Device device) {
   return std::make_shared<TorchExactAttention>(device);

@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "kernels/types.h"
 #include "kvswap/exact_attention.h"
 
 namespace kvswap {
@@ -12,6 +13,11 @@ namespace kvswap {
 /// scores that are capped take plain torch instead. The arrays are on `device`. In bf16 on a CPU
 /// that multiplies pairs of it, but not whole tiles (AMX, which torch uses), it is
 /// host_exact_attention(): torch widens to fp32 there.
+/// Chunks of an ExpandedScope are expanded_chunk()'s.
 std::shared_ptr<ExactAttention> torch_exact_attention(at::Device device);
+
+/// Whether chunk_attention() is the faster one: not without vectors, nor beside AMX, which torch
+/// multiplies bf16 by.
+bool is_chunk_attention_fast(DType dtype);
 
 }  // namespace kvswap

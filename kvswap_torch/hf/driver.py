@@ -289,7 +289,6 @@ class SessionDriver:
 
         choice: what an index of the model has chosen; None: the session chooses.
         """
-        type_before = query.dtype
         query_, keys, values = _own_types(self.parts, query, keys, values)
         with torch.no_grad(), ExplainedGrowth(self, layer, keys.shape[2]):
             if choice is None:
@@ -297,7 +296,36 @@ class SessionDriver:
             else:
                 self.session.append(layer, keys, values)
                 output = indexed.attend(self.session, self.config, layer, query_, terms, choice)
-            output = output.to(type_before)
+        return self._attended(layer, query, output)
+
+    def expands(self, layer: int, tokens: int) -> bool:
+        """Whether a pass of so many tokens attends by `attend_expanded`.
+
+        Plug-ins are asked by absorbed queries, which then attend, too.
+        """
+        latent, most = self.parts.latent, self.config.selection.max_step_tokens
+        if latent is None or self.plug_ins != PlugIns() or pass_of(tokens, most) == "decode":
+            return False
+        return latent.expands(self.positions(layer), tokens)
+
+    def attend_expanded(
+        self, layer: int, query, keys, expansion: torch.Tensor, terms: session_module.ScoreTerms
+    ) -> torch.Tensor:
+        """As `attend`, of a prefill's chunk and latents: by keys and values of every head.
+
+        query: the model's own. expansion: ``[heads, unrotated + value, rank]``.
+        Returns ``[batch, tokens, heads, value]``.
+        """
+        query_, keys = _own_types(self.parts, query, keys)
+        expansion = expansion.to(self.parts.dtype)
+        unrotated = self.parts.latent.unrotated
+        with torch.no_grad(), ExplainedGrowth(self, layer, keys.shape[2]):
+            output = self.session.extend_expanded(layer, query_, expansion, unrotated, keys, *terms)
+        return self._attended(layer, query, output)
+
+    def _attended(self, layer: int, query: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """A pass's output in this layer, as its model wants it."""
+        output = output.to(query.dtype)
         self._stored(layer)
         return NoGradient.apply(output, query) if torch.is_grad_enabled() else output
 

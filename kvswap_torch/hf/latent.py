@@ -5,6 +5,9 @@ expand them to keys and values of every head before they attend. W_UK, the part 
 that makes keys, may be applied to the query instead, and W_UV to what was attended: the scores and
 the result are the same numbers. Attention then has one KV head, whose key is the latent with the
 rotated key behind it, and whose value is the latent: what is cached is all that is read.
+
+That is how a step decodes. A long chunk multiplies less by expanded keys and values, which are made
+some tokens at a time and forgotten (`Latent.expands`).
 """
 
 from __future__ import annotations
@@ -45,6 +48,20 @@ class Latent:
         """Of one head's query, before it takes W_UK in."""
         return self.unrotated + self.rotary
 
+    def expands(self, past: int, tokens: int) -> bool:
+        """Whether `tokens` queries after `past` others attend by expanded heads in fewer products.
+
+        Either way each token meets W_UK and W_UV once: its latent when it is expanded, its query
+        and its result when they are absorbed. Expanded heads meet them for each token of the past
+        again, and then multiply narrow rows in the place of latents. To expand the chunk's own
+        tokens and absorb for the past is never fewer than the better of the two.
+        """
+        pairs = tokens * past + tokens * (tokens + 1) // 2
+        width = max(self.query_dim, self.value)  # kernels take keys and values of one width
+        return past * self.rank * (self.unrotated + self.value) < 2 * pairs * (
+            self.head_dim - width
+        )
+
     def join(self, latents: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
         """What the model caches, as the keys of one KV head: ``[batch, 1, tokens, head_dim]``."""
         return torch.cat((latents, rotated), dim=-1)
@@ -60,7 +77,7 @@ class Latent:
         query: ``[batch, heads, tokens, query_dim]``, its rotated part last.
         """
         plain, rotated = query.split((self.unrotated, self.rotary), dim=-1)
-        to_keys = self._expansion(attention)[:, : self.unrotated]
+        to_keys = self.expansion(attention)[:, : self.unrotated]
         return torch.cat((plain @ to_keys.to(query.dtype), rotated), dim=-1)
 
     def expand(self, attention: nn.Module, output: torch.Tensor) -> torch.Tensor:
@@ -69,7 +86,7 @@ class Latent:
         output: ``[batch, tokens, heads, head_dim]``: what attention over `join` gave, of which the
         latent is the first part.
         """
-        to_values = self._expansion(attention)[:, self.unrotated :]
+        to_values = self.expansion(attention)[:, self.unrotated :]
         latents = output[..., : self.rank].transpose(1, 2)
         return (latents @ to_values.transpose(1, 2).to(output.dtype)).transpose(1, 2)
 
@@ -77,11 +94,11 @@ class Latent:
         self, attention: nn.Module, latents: torch.Tensor, rotated: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of every head, as the model expands them: to compare it with."""
-        heads = latents @ self._expansion(attention).transpose(1, 2).to(latents.dtype)
+        heads = latents @ self.expansion(attention).transpose(1, 2).to(latents.dtype)
         keys, values = heads.split((self.unrotated, self.value), dim=-1)
         return torch.cat((keys, rotated.expand(-1, keys.shape[1], -1, -1)), dim=-1), values
 
-    def _expansion(self, attention: nn.Module) -> torch.Tensor:
+    def expansion(self, attention: nn.Module) -> torch.Tensor:
         """W_UK over W_UV of every head, ``[heads, unrotated + value, rank]``."""
         projection = attention.kv_b_proj
         if _is_plain(projection):

@@ -142,7 +142,11 @@ class DiskLayer(CacheLayerMixin):
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         terms = ScoreTerms(scale, softcap or 0.0, self._plain_sinks(s_aux))
         parts = self.driver.parts
-        stored, asked = parts.stored(keys, values), parts.asked(module, query)
+        stored = parts.stored(keys, values)
+        if self.driver.expands(self.disk_index, keys.shape[2]):
+            expansion = parts.latent.expansion(module)
+            return self.driver.attend_expanded(self.disk_index, query, stored[0], expansion, terms)
+        asked = parts.asked(module, query)
         return parts.answered(module, self.driver.attend(self.disk_index, asked, *stored, terms))
 
     def _take_pending(self, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

@@ -195,6 +195,16 @@ class ReferenceSession(Dropping, Scores, Decisions):
         self._estimate_late(layer, keys.shape[2])
         return self.attend(layer, query, scale, *terms)
 
+    def extend_expanded(
+        self, layer, query, weight, unrotated: int, keys, scale: float, *terms
+    ) -> torch.Tensor:
+        """By absorbed queries: the same numbers."""
+        plain, rotated = query[..., :unrotated], query[..., unrotated:]
+        asked = torch.cat([plain @ weight[:, :unrotated], rotated], -1)
+        output = self.extend(layer, asked, keys, keys, scale, *terms)[..., : weight.shape[2]]
+        values = weight[:, unrotated:].transpose(1, 2)
+        return (output.transpose(1, 2) @ values).transpose(1, 2)
+
     def give_scores(self, layer: int, scores: torch.Tensor) -> None:
         self._layers[layer].given = scores
 

@@ -14,7 +14,9 @@ from transformers import DynamicCache
 
 from kvswap_torch import ConfigError, KVSwapCache, SwapConfig, UnsupportedModelError
 from kvswap_torch.hf import families
+from kvswap_torch.hf.driver import SessionDriver
 from kvswap_torch.hf.families import model_parts
+from kvswap_torch.hf.latent import Latent
 from kvswap_torch.preset import PRESETS
 from kvswap_torch.tuning.observe import Calibrator
 from tests.python import every_model
@@ -273,3 +275,50 @@ def test_records_of_another_format_are_refused(deepseek, tmp_path):
     config = dataclasses.replace(COVERING, records="fp8")
     with pytest.raises((ConfigError, ValueError), match="sides=1.* the model's dtype"):
         KVSwapCache(deepseek, tmp_path, config)
+
+
+# A prefill's chunk by expanded heads.
+
+
+def products(latent: Latent, past: int, tokens: int, *, expanded: bool) -> int:
+    """Of one head and sequence, counted query by query."""
+    each = latent.rank * (latent.unrotated + latent.value)
+    width = max(latent.query_dim, latent.value) if expanded else latent.head_dim
+    own = sum(2 * width * (past + i + 1) for i in range(tokens))
+    return own + each * (past + tokens if expanded else tokens)
+
+
+@pytest.mark.parametrize("latent", [Latent(512, 64, 128, 128), Latent(56, 8, 8, 16)], ids=str)
+def test_chunks_attend_in_fewer_products(latent):
+    for past in (0, 1, 40, 5000):
+        for tokens in (2, 17, 150, 171, 200, 4096):
+            fewer = products(latent, past, tokens, expanded=True) < products(
+                latent, past, tokens, expanded=False
+            )
+            assert latent.expands(past, tokens) == fewer, (past, tokens)
+    lite = Latent(512, 64, 128, 128)
+    assert lite.expands(0, 2), "a chunk alone is expanded once, and nothing is absorbed"
+    assert not lite.expands(30000, 128) and lite.expands(30000, 256)
+
+
+@pytest.mark.parametrize("family", ["DeepseekV2", "Mistral4"])
+def test_a_prefill_expands_and_decoding_absorbs(family, tmp_path, monkeypatch):
+    """What sessions are asked by: heads' own queries of long chunks, absorbed ones of steps."""
+    model, seen = every_model.build(family), []
+    usual = SessionDriver.attend_expanded, SessionDriver.attend
+
+    def spied(name, call):
+        def attend(driver, layer, query, *rest):
+            seen.append((name, query.shape[2], query.shape[3]))
+            return call(driver, layer, query, *rest)
+
+        return attend
+
+    monkeypatch.setattr(SessionDriver, "attend_expanded", spied("expanded", usual[0]))
+    monkeypatch.setattr(SessionDriver, "attend", spied("absorbed", usual[1]))
+    inputs = prompt(2, 37, padding=(0, 9))
+    with KVSwapCache(model, tmp_path, COVERING) as cache:
+        actual = greedy(model, inputs, cache, tokens=4)
+        latent = cache.parts.latent
+    assert torch.equal(actual, greedy(model, inputs, tokens=4))
+    assert set(seen) == {("expanded", 37, latent.query_dim), ("absorbed", 1, latent.head_dim)}
