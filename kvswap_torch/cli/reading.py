@@ -53,7 +53,7 @@ def counted_by_layers(model: Any, advance: Advance) -> Iterator[None]:
     """Each layer of a forward pass of the body advances by its share of the pass's tokens."""
     from kvswap_torch.hf.families import model_parts
 
-    layers = model_parts(model).decoder.layers
+    layers = model_parts(model).layers
 
     def count(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]

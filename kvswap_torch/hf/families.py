@@ -25,6 +25,10 @@ HEAD_DIM_MAX = 256
 LATENT_DIM_MAX = 1024
 # "indexed_attention", as releases of transformers before it call it.
 OLD_INDEXED = ("deepseek_sparse_attention", "qwen_sparse_attention")
+NO_ATTENTION = "has no attention layer, only states of a fixed size: its cache is small already"
+# What families call the list of their layers, below the decoder: one with attention is meant.
+LAYER_LISTS = ("layers", "h", "blocks", "encoder.layer")
+ATTENTIONS = ("self_attn", "attention", "attn")
 # Kinds of layers with a past that grows, and why it stays in memory.
 OTHER_KINDS = {
     "hybrid": "has attention only in hybrid blocks, beside a recurrent state of the same layer",
@@ -43,8 +47,8 @@ class ModelParts:
     ----------
     name
         The model's class, for messages.
-    outermost
-        The module that users call; `decoder` is the one that owns the layers.
+    outermost, decoder, layers
+        The module that users call; `decoder` is the one that owns `layers`.
     mixers
         Per layer its attention (or other token-mixing) module; None where it has none.
     kinds, layer_kwargs
@@ -70,6 +74,7 @@ class ModelParts:
     name: str
     outermost: PreTrainedModel
     decoder: PreTrainedModel
+    layers: nn.ModuleList
     mixers: tuple[nn.Module | None, ...]
     kinds: tuple[str, ...]
     layer_kwargs: tuple[dict[str, Any], ...]
@@ -119,6 +124,10 @@ class ModelParts:
         if self.latent is not None:
             return self.latent.expand(attention, output)
         return output[..., : self.value_dim]
+
+    def index_bytes(self, batch: int, tokens: int) -> int:
+        """Of the index's keys, which are in memory."""
+        return self.index_width * batch * tokens * self.dtype.itemsize
 
     def cached_shapes(self, batch: int, tokens: int) -> tuple[torch.Size, torch.Size]:
         """Of what the model caches as keys and as values."""
@@ -172,17 +181,19 @@ def model_parts(model: Any, place: torch.device | None = None) -> ModelParts:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise unsupported(name, "is an encoder-decoder model; decoder-only models are supported")
-    decoder = _decoder(model)
+    decoder, layers = _decoder(model)
     config = decoder.config
     kinds, layer_kwargs = _layer_types_and_kwargs(config)
-    mixers = tuple(mixer for layer in decoder.layers for mixer in _mixers(layer))
+    mixers = tuple(mixer for layer in layers for mixer in _mixers(layer))
     _check_kinds(name, kinds, mixers)
     windows = _full_windows(config, kinds, layer_kwargs)
     disk_everywhere = _disk_layers(name, kinds, layer_kwargs, windows, mixers)
     layer_config = config.per_layer_config[disk_everywhere[0]]
-    heads = layer_config.num_attention_heads
+    heads = getattr(layer_config, "num_attention_heads", None)
+    if heads is None:
+        raise unsupported(name, NO_ATTENTION)
     latent = latent_of(mixers[disk_everywhere[0]])
-    kv_heads = getattr(layer_config, "num_key_value_heads", None) or heads if latent is None else 1
+    kv_heads = 1 if latent else _kv_heads(layer_config, mixers[disk_everywhere[0]]) or heads
     placement = placement_of(model, heads, kv_heads, disk_everywhere)
     disk = tuple(i for i in disk_everywhere if placement.has_layer(i))
     attentions = [mixers[i] for i in disk]
@@ -202,6 +213,7 @@ def model_parts(model: Any, place: torch.device | None = None) -> ModelParts:
         name=name,
         outermost=model,
         decoder=decoder,
+        layers=layers,
         mixers=mixers,
         kinds=tuple(kinds),
         layer_kwargs=tuple(layer_kwargs),
@@ -219,18 +231,30 @@ def model_parts(model: Any, place: torch.device | None = None) -> ModelParts:
     )
 
 
-def _decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that owns the layers."""
+def _decoder(model: PreTrainedModel) -> tuple[PreTrainedModel, nn.ModuleList]:
+    """The module that owns the layers, and these."""
     name, found = type(model).__name__, model.get_decoder()
-    for decoder in (found, getattr(found, "model", None)):
-        is_model = isinstance(decoder, PreTrainedModel)
-        if is_model and isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-            return decoder
+    decoders = [found, getattr(found, "model", None), model.base_model]
+    for decoder in decoders:
+        layers = _layers(decoder) if isinstance(decoder, PreTrainedModel) else None
+        if layers is not None:
+            return decoder, layers
     lists = {each: part for each, part in found.named_modules() if isinstance(part, nn.ModuleList)}
+    known = ", ".join(LAYER_LISTS)
     if not lists:
-        raise unsupported(name, "keeps no list of layers (decoder.layers)")
+        raise unsupported(name, f"keeps no list of layers; they are looked for in {known}")
     longest = max(lists, key=lambda each: len(lists[each]))
-    raise unsupported(name, f"keeps its layers in {longest}; they are looked for in decoder.layers")
+    raise unsupported(name, f"keeps its layers in {longest}; they are looked for in {known}")
+
+
+def _layers(decoder: PreTrainedModel) -> nn.ModuleList | None:
+    for name in LAYER_LISTS:
+        parent, _, last = name.rpartition(".")
+        owner = getattr(decoder, parent, None) if parent else decoder
+        layers = getattr(owner, last, None)
+        if isinstance(layers, nn.ModuleList):
+            return layers
+    return None
 
 
 def _layer_types_and_kwargs(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
@@ -269,12 +293,24 @@ def _mixers(layer: nn.Module) -> list[nn.Module | None]:
     One, or none; LongCat Flash has two attentions in a layer, each with a place in the cache.
     """
     children = dict(layer.named_children())
-    for name in ("self_attn", "attention", "attn"):
+    for name in ATTENTIONS:
         if name in children:
             found = children[name]
-            return list(found) if isinstance(found, nn.ModuleList) else [found]
-    numbered = (c for c in children.values() if isinstance(getattr(c, "layer_idx", None), int))
-    return [next(numbered, None)]
+            return list(found) if isinstance(found, nn.ModuleList) else [_innermost(found)]
+    numbered = (c for c in children.values() if _is_numbered(c))
+    found = next(numbered, None)
+    return [None if found is None else _innermost(found)]
+
+
+def _innermost(mixer: nn.Module) -> nn.Module:
+    """Of an attention in a wrapper with a norm or a projection (BERT's, Dbrx's), itself."""
+    inner = (getattr(mixer, name, None) for name in (*ATTENTIONS, "self"))
+    found = next((each for each in inner if isinstance(each, nn.Module)), None)
+    return mixer if found is None or not _is_numbered(found) else _innermost(found)
+
+
+def _is_numbered(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "layer_idx", None), int)
 
 
 def _check_kinds(name: str, kinds: list[str], mixers: tuple[nn.Module | None, ...]) -> None:
@@ -282,9 +318,7 @@ def _check_kinds(name: str, kinds: list[str], mixers: tuple[nn.Module | None, ..
     if unknown:
         raise unsupported(name, f"has layers of a kind that is not known: {', '.join(unknown)}")
     if len(kinds) != len(mixers):
-        raise unsupported(
-            name, f"caches {len(kinds)} layers, but has {len(mixers)} in decoder.layers"
-        )
+        raise unsupported(name, f"caches {len(kinds)} layers, but has {len(mixers)} layers")
 
 
 def _full_windows(config: Any, kinds: list[str], layer_kwargs: list[dict]) -> frozenset[int]:
@@ -305,6 +339,14 @@ def _index_of(
         return {}
     own = sum(getattr(mixers[i], "indexer", None) is not None for i in disk)
     return {"index_topk": config.index_topk, "index_width": own * config.index_head_dim}
+
+
+def _kv_heads(layer_config: Any, attention: Any) -> int | None:
+    """None: one of each query head's own."""
+    found = getattr(layer_config, "num_key_value_heads", None)
+    for name in ("num_key_value_heads", "kv_heads"):
+        found = found or getattr(attention, name, None)
+    return found
 
 
 def _disk_layers(
@@ -354,7 +396,7 @@ def _why_none(kinds: list[str], layer_kwargs: list[dict]) -> str:
         return (
             f"has no full-attention layer (windows of {tokens} tokens): its cache is small already"
         )
-    return "has no attention layer, only states of a fixed size: its cache is small already"
+    return NO_ATTENTION
 
 
 def _tensors(
@@ -372,7 +414,8 @@ def _tensors(
             len(attentions), heads, 1, latent.head_dim, dtype.itemsize, sides=1
         )
     whole = placement.heads
-    head_dim = getattr(attentions[0], "head_dim", None) or layer_config.hidden_size // whole
+    own = (getattr(attentions[0], each, None) for each in ("head_dim", "attention_head_size"))
+    head_dim = next(filter(None, own), layer_config.hidden_size // whole)
     value_dim = getattr(attentions[0], "v_head_dim", head_dim)
     if head_dim % 8 or head_dim > HEAD_DIM_MAX or value_dim > head_dim:
         raise unsupported(

@@ -16,6 +16,7 @@ from transformers.cache_utils import (
 from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.hf.families import changes_with_length
+from kvswap_torch.hf.indexed import IndexedLayer
 from kvswap_torch.hf.vision_positions import placeholders
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ def probe(cache: KVSwapCache, ids: torch.Tensor | None, valid: torch.Tensor | No
         return "skipped: the cache was made from embeddings or another cache, and has no token ids"
     if changes_with_length(cache.parts):
         return "skipped: this model rotates keys by the length of the text"
-    count = min(TOKENS, ids.shape[1])
+    if hasattr(getattr(cache.parts.decoder, "embeddings", None), "padding_idx"):  # RoBERTa's
+        return "skipped: this model numbers positions otherwise where it is not given them"
+    # A few tokens are all attended, whatever an index makes of those that score alike.
+    count = min(TOKENS, ids.shape[1], cache.parts.index_topk or TOKENS)
     sequence = _without_padding(valid, count, ids.shape[0])
     if sequence is None:
         return "skipped: every sequence begins with padding"
@@ -92,6 +96,9 @@ def _pairs(
                 ("keys", "values"), saved, (fresh.keys, fresh.values), strict=True
             ):
                 yield index, what, before[sequence], now[0]
+            if isinstance(layer, IndexedLayer) and layer.index_keys.is_initialized:
+                before = layer.index_keys.keys[sequence, 0, :count]
+                yield index, "keys of the index", before, fresh.indexer_keys[0]
         elif type(layer) in KINDS and layer.get_seq_length() > 0:
             first = layer.get_seq_length() - layer.keys.shape[-2]
             for what in ("keys", "values"):

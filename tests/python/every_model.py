@@ -107,7 +107,7 @@ TINY: dict[str, Any] = (
     )
     | dict.fromkeys(["max_position_embeddings", "n_positions"], 128)
     | {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
-    | {"mamba_n_groups": 1, "tie_word_embeddings": False}
+    | {"mamba_n_groups": 1, "tie_word_embeddings": False, "is_decoder": True}
 )
 # Latent attention (MLA) has as many as query heads; what it caches of two tokens fills a block.
 _LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 56}
@@ -128,7 +128,7 @@ OWN: dict[str, dict[str, Any]] = dict.fromkeys(
     "Bamba": {"attn_layer_indices": [1, 3]},
     "CodeGen": {"rotary_dim": 8},
     "CohereCompass": {"rope_parameters": {FULL: _ROTARY, SLIDING: _ROTARY}},
-    "Dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+    "Dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
              "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64}},
     "FalconH1": {"mamba_d_ssm": 128},
     "Gemma3n": {"layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 0,

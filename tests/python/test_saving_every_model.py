@@ -27,6 +27,8 @@ SOME = ("GPTNeoX", "GptOss", "Gemma3n", "Qwen3Next", "KimiLinear", "Bamba", "Zam
 SOME += ("Beam", "Lfm3", "Llama4")
 # Values narrower than keys; latents, also in two attentions of one layer.
 SOME += ("MiMoV2Flash", "DeepseekV2", "DeepseekV3", "LongcatFlash")
+# Layers below another name, attention in a wrapper, one KV head; a decoder of an encoder's kind.
+SOME += ("GPTBigCode", "Dbrx", "Roberta", "ModernBertDecoder")
 
 
 def test_another_process_goes_on(tmp_path: Path) -> None:
