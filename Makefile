@@ -380,7 +380,7 @@ sdist: $(STAMP)  ## the source distribution, into dist/
 wheels: $(STAMP)  ## wheels for Python 3.11 to 3.14, manylinux_2_28; ARGS="--architecture x86_64 aarch64"
 	@$(call LOCK,wheels) $(PY) -m tools.wheels $(ARGS)
 
-wheels-check: $(STAMP)  ## their tags and contents, README's six lines without a compiler; ARGS="--bare 3.12"
+wheels-check: $(STAMP)  ## their tags and contents, README's lines without a compiler; ARGS="--bare 3.12"
 	@$(PY) -m tests.packaging.check_wheels $(ARGS)
 
 .PHONY: release

@@ -65,6 +65,12 @@ def blocks(page: Path) -> list[Block]:
     ]
 
 
+def readme_program() -> str:
+    """The Python that README prints, to be run in the clone's folder."""
+    (program,) = (block.text for block in blocks(ROOT / "README.md") if block.language == "python")
+    return program
+
+
 def commands(block: Block) -> list[str]:
     """The block's commands: continued lines joined, comments left out."""
     joined = re.sub(r"\\\n\s*", "", block.text)

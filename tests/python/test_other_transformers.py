@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,7 @@ from kvswap_torch.hf.edits import forget
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.tuning.api import _decode
 from tests.packaging.other_transformers import NEWEST, oldest
+from tests.packaging.run_docs import readme_program
 from tests.python.test_serving_reuse import Desk, in_memory, text
 from tests.python.tiny_models import (
     COVERING,
@@ -251,3 +254,14 @@ def test_no_line_of_ours_has_the_older_name() -> None:
         if "past_key_values=" in line
     ]
     assert found == []
+
+
+def test_the_lines_of_the_readme_run_as_they_are_printed() -> None:
+    """In an interpreter of their own; nothing is told but the bar of the weights."""
+    done = subprocess.run(
+        [sys.executable, "-c", readme_program()], cwd=ROOT, text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1].strip() == "copper lantern"
+    bars = re.compile(r"Loading weights: .*|\s*")
+    assert [line for line in re.split("[\r\n]", done.stderr) if not bars.fullmatch(line)] == []
