@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from kvswap_torch.cli.load import load_model
 from kvswap_torch.cli.report import print_error
 from kvswap_torch.cli.saved_app import Weights
+from kvswap_torch.cli.targets import check_directory, check_file
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError, KVSwapError
 from kvswap_torch.few_bits import check_format
@@ -22,6 +24,7 @@ from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.positions import most_positions
 
 USUAL_CONTEXT = 32768  # tokens
+INTERRUPTED = "interrupted; what was measured is kept, the same command goes on from it"
 
 app = typer.Typer(rich_markup_mode="markdown")
 
@@ -167,6 +170,11 @@ def main(
             records=records,
             projection=projection,
         )
+        check_directory("--path", path)
+        check_file("--out", out)
+        if json_out not in (None, Path("-")):
+            check_file("--json", json_out)
+        parse_bytes(kv_memory, "--kv-memory")
         check_format(weights)
         wanted = "a model's folder or name"
         network = load_model(model, say=console.print, wanted=wanted, weights=weights)
@@ -201,7 +209,7 @@ def main(
         if json_out is not None:
             write_json(config, json_out, report=page)
     except KeyboardInterrupt:
-        console.print("interrupted; what was measured is kept, the same command goes on from it")
+        print(INTERRUPTED, file=sys.stderr)
         raise typer.Exit(130) from None
     except (KVSwapError, ImportError, OSError, ValueError) as error:
         print_error(error)

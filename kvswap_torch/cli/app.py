@@ -8,29 +8,44 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from kvswap_torch.cli import calibrate, fit, presets, saved_app, serve
 from kvswap_torch.cli.completion import saved_caches
-from kvswap_torch.cli.report import print_error
+from kvswap_torch.cli.report import print_error, print_interrupted
 from kvswap_torch.cli.saved_app import Preset, Weights
 from kvswap_torch.errors import KVSwapError
-from kvswap_torch.native import PACKAGE_DIR
 from kvswap_torch.tuning import cli as tuning
 from kvswap_torch.version import __version__
 
+INTERRUPTED = 130  # as a shell has it: 128 and SIGINT
+
+
+class Commands(TyperGroup):
+    """Ctrl-C ends a command with a line and status 130; what it held open is closed by then."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print_interrupted()
+            raise typer.Exit(INTERRUPTED) from None
+
+
 app = typer.Typer(
+    cls=Commands,
     name="kvswap",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="A KV cache that lives on disk, for Hugging Face models.\n\n"
-    "Ctrl-C ends a command, and an answer of chat. If SIGINT is ignored when a command begins "
-    "(nohup, & in a script), Ctrl-C has no effect; SIGTERM ends it. serve answers both signals in "
-    "any case.",
+    "Ctrl-C ends a command with status 130, and an answer of chat. If SIGINT is ignored when a "
+    "command begins (nohup, & in a script), Ctrl-C has no effect; SIGTERM ends it. serve answers "
+    "both signals in any case.",
 )
 
 
@@ -248,13 +263,9 @@ def cmake_prefix() -> None:
     cmake -S . -B build -DCMAKE_PREFIX_PATH="$(kvswap cmake-prefix);$(python -c
     'import torch; print(torch.utils.cmake_prefix_path)')"
     """
-    folder = PACKAGE_DIR / "share" / "cmake"
-    if not (folder / "kvswap").is_dir():
-        raise ImportError(
-            f"cmake-prefix: {folder} must exist and does not; install the package with pip "
-            "(a development build keeps no CMake files)"
-        )
-    print(folder)
+    from kvswap_torch.cli.cmake_prefix import prefix
+
+    print(prefix())
 
 
 saved_app.add_to(app)

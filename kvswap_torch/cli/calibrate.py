@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,8 @@ import typer
 from rich.console import Console
 
 from kvswap_torch.cli.load import load_model, load_tokenizer
-from kvswap_torch.errors import StorageError
+from kvswap_torch.cli.reading import waiting
+from kvswap_torch.cli.targets import check_directory, check_file
 from kvswap_torch.positions import most_positions
 from kvswap_torch.tuning.cli import show_progress, write_json
 
@@ -53,10 +53,12 @@ def main(
     takes_heads = "retention.scoring_heads" in find(preset).needs
     if not takes_heads:
         preset_to_fit(preset)
-    if not path.is_dir():
-        raise StorageError(errno.ENOENT, "--path must be a folder that exists", str(path))
+    check_directory("--path", path)
+    check_file("--out", out)
     console = Console(stderr=json_out)
-    network, tokenizer = load_model(model, say=console.print), load_tokenizer(model)
+    tokenizer = load_tokenizer(model)
+    with waiting("loading the model", console):
+        network = load_model(model, say=console.print)
     most = most_positions(network.config.get_text_config())
     draw = _searches if takes_heads else _samples
     make = preset_of_heads if takes_heads else fitted_preset

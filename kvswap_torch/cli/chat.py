@@ -25,7 +25,7 @@ Ask about the document; each question sees those before it.
 /stats         what the cache has read and what it takes
 /quit          end, as Ctrl-D does; {ctrl_c}"""
 CTRL_C = {
-    False: "Ctrl-C ends an answer",
+    False: "Ctrl-C ends an answer, and at the prompt the chat",
     True: "Ctrl-C has no effect: SIGINT was ignored when this command began",
 }
 
@@ -50,7 +50,7 @@ class Chat:
         while True:
             try:
                 line = self._console.input("\n[bold]> [/bold]").strip()
-            except (EOFError, KeyboardInterrupt):
+            except EOFError:
                 return
             if line == "/quit":
                 return

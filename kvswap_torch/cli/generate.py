@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from kvswap_torch.cli.document import document_text
 from kvswap_torch.cli.load import check_budget, check_saved_budget, load_model, load_tokenizer
 from kvswap_torch.cli.parallel import distributed_config, is_first, quiet_console
 from kvswap_torch.cli.prompt import Prompt, check_text, make_prompt
-from kvswap_torch.cli.reading import reading
+from kvswap_torch.cli.reading import counted_by_layers, reading, waiting
 from kvswap_torch.cli.targets import check_directory, check_file, check_folder, check_settings
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.few_bits import check_format
@@ -167,13 +168,18 @@ def _converse(
     else:
         conversation.ids.extend(material.document_ids)
         seconds = opening
-    for question in options.questions:
+    for turn, question in enumerate(options.questions):
         console.print(f"\n[bold]> {report.escaped(question)}[/bold]")
-        conversation.ask(
-            question,
-            options.max_new_tokens,
-            lambda text: console.print(text, end="", markup=False, highlight=False, soft_wrap=True),
-        )
+        with contextlib.ExitStack() as until_it_answers:
+            if asks_at_once and turn == 0:
+                advance = until_it_answers.enter_context(reading(len(unread), console))
+                until_it_answers.enter_context(counted_by_layers(material.model, advance))
+
+            def write(text: str, shown: contextlib.ExitStack = until_it_answers) -> None:
+                shown.close()
+                console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+
+            conversation.ask(question, options.max_new_tokens, write)
         console.print()
     gc.collect()
     if asks_at_once:
@@ -356,7 +362,7 @@ def _read_prompt(options: GenerateOptions, console: Console) -> Material:
 def _with_model(
     options: GenerateOptions, material: Material, distributed: Any, console: Console
 ) -> Material:
-    with console.status("loading the model"):
+    with waiting("loading the model", console):
         model = load_model(
             options.model,
             options.dtype,

@@ -1,8 +1,9 @@
-"""How far a document is read: a bar, or a line every ten seconds where there is no terminal."""
+"""How far long work is: a bar, or a line every ten seconds where there is no terminal."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,30 @@ def reading(tokens: int, console: Console) -> Iterator[Advance]:
             yield lambda done: bar.update(task, advance=done)
     else:
         yield ReadingLines(tokens, console).advance
+
+
+@contextlib.contextmanager
+def waiting(what: str, console: Console, every_seconds: float = LINE_SECONDS) -> Iterator[None]:
+    """Says that `what` goes on while its body, which cannot say how far it is, runs."""
+    if console.is_terminal or console.is_jupyter:
+        with console.status(what):
+            yield
+        return
+    ended = threading.Event()
+
+    def say() -> None:
+        began = time.monotonic()
+        while not ended.wait(every_seconds):
+            seconds = time.monotonic() - began
+            console.print(f"{what}: {seconds:,.0f} s so far", highlight=False)
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class ReadingLines:

@@ -32,6 +32,7 @@ __all__ = [
     "escaped",
     "plain_stats",
     "print_error",
+    "print_interrupted",
     "write_json",
 ]
 
@@ -48,6 +49,11 @@ def error_line(error: BaseException) -> str:
 def print_error(error: BaseException) -> None:
     """Prints `error_line` to stderr."""
     Console(stderr=True, soft_wrap=True, highlight=False).print(error_line(error))
+
+
+def print_interrupted() -> None:
+    """Prints to stderr that Ctrl-C was heard."""
+    print("interrupted", file=sys.stderr)
 
 
 @dataclass

@@ -25,6 +25,7 @@ from kvswap_torch.cli.generate import (
 )
 from kvswap_torch.cli.load import check_budget, check_saved_budget, load_model, load_tokenizer
 from kvswap_torch.cli.prompt import make_prompt
+from kvswap_torch.cli.reading import waiting
 from kvswap_torch.cli.report import escaped
 from kvswap_torch.cli.targets import check_directory, check_folder, check_settings
 from kvswap_torch.config import SwapConfig, v1
@@ -92,14 +93,15 @@ def _load_for(
     model = model or facts.get("name") or ""
     wanted = f"the model that {saved} was made by"
     tokenizer = load_tokenizer(model, wanted=wanted)
-    loaded = load_model(
-        model,
-        facts.get("model", {}).get("dtype", options.dtype),
-        options.device,
-        say=lambda told: console.print(f"[dim]{told}[/dim]"),
-        wanted=wanted,
-        weights=options.weights or facts.get("weights_format"),
-    )
+    with waiting("loading the model", console):
+        loaded = load_model(
+            model,
+            facts.get("model", {}).get("dtype", options.dtype),
+            options.device,
+            say=lambda told: console.print(f"[dim]{told}[/dim]"),
+            wanted=wanted,
+            weights=options.weights or facts.get("weights_format"),
+        )
     return Material(loaded, tokenizer, make_prompt(options.prompt_template, tokenizer), [])
 
 
@@ -212,7 +214,8 @@ def _told_settings(settings: dict[str, Any]) -> str:
 
 def verify(saved: Path, console: Console) -> None:
     """Reads every byte of a saved cache and checks it."""
-    tokens = read_whole(saved)
+    with waiting("reading every byte", console):
+        tokens = read_whole(saved)
     console.print(f"{escaped(str(saved))}: whole, {tokens:,} tokens")
 
 

@@ -7,18 +7,26 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from kvswap_torch.cli.load import check_budget, load_config, load_model, load_tokenizer
-from kvswap_torch.cli.saved_app import Weights
+from kvswap_torch.cli.load import (
+    check_budget,
+    device_of,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
+from kvswap_torch.cli.reading import waiting
+from kvswap_torch.cli.saved_app import Preset, Weights
 from kvswap_torch.cli.serve_log import LogFormat, log_to_stderr
-from kvswap_torch.cli.targets import check_settings
+from kvswap_torch.cli.targets import check_directory, check_settings
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.few_bits import check_format
+from kvswap_torch.keep import drops
 from kvswap_torch.memory_size import parse_bytes
 
 if TYPE_CHECKING:
@@ -63,6 +71,7 @@ def serve(
     config: Annotated[
         Path | None, typer.Option(help="What the tuner wrote.", metavar="config.json")
     ] = None,
+    preset: Preset = None,
     path: Annotated[
         Path | None,
         typer.Option(help="Folder on the disk for new records; else the store.", metavar="DIR"),
@@ -114,8 +123,8 @@ def serve(
             "and has no place for another"
         )
     context.with_resource(log_to_stderr(log_format))
-    settings = SwapConfig() if config is None else SwapConfig.load(config)
-    check_settings("--config", settings, "a server saves its caches")
+    _check_settings(config, preset)
+    check_directory("--path", path)
     limit = parse_bytes(store_limit, "--store-limit")
     if kv_memory is not None:
         parse_bytes(kv_memory, "--kv-memory")
@@ -129,10 +138,14 @@ def serve(
     from kvswap_torch.hf.serving.server import Server, ServerOptions
 
     hf_logging.set_verbosity_error()  # the server warns of every request
-    if device == "cpu":
-        _check_fits(model, (dtype, weights), path or store, config, kv_memory, max_context)
+    if device_of(device).type == "cpu":
+        _check_fits(
+            model, (dtype, weights), kv_memory, path=path or store, config=config, preset=preset,
+            max_context=max_context,
+        )  # fmt: skip
     tokenizer = load_tokenizer(model, wanted=FOLDER)
-    loaded = load_model(model, dtype, device, say=console.print, wanted=FOLDER, weights=weights)
+    with waiting("loading the model", console):
+        loaded = load_model(model, dtype, device, say=console.print, wanted=FOLDER, weights=weights)
     server = Server(
         loaded,
         tokenizer,
@@ -151,6 +164,7 @@ def serve(
         CacheOptions(
             path=path or store,
             config=config,
+            preset=preset,
             kv_memory_bytes=kv_memory,
             max_context=max_context,
             save_from=save_from,
@@ -163,10 +177,10 @@ def serve(
 def _check_fits(
     model: str,
     formats: tuple[str, str | None],
-    path: Path,
-    config: Path | None,
     kv_memory: str | None,
+    *,
     max_context: int | None,
+    **arguments: Any,
 ) -> None:
     """Refuses a budget that is too small for the longest context before the model is loaded."""
     if kv_memory is None:
@@ -175,12 +189,28 @@ def _check_fits(
     check_budget(
         model,
         *formats,
-        path=path,
-        config=config,
+        **arguments,
         kv_memory_bytes=kv_memory,
         max_context=max_context or getattr(text, "max_position_embeddings", None),
         max_batch=1,
     )
+
+
+def _check_settings(config: Path | None, preset: str | None) -> None:
+    """That caches of such settings can be saved, and asked from their documents' ends."""
+    why = "a server saves its caches"
+    if preset is None:
+        check_settings("--config", SwapConfig() if config is None else SwapConfig.load(config), why)
+        return
+    settings = SwapConfig.preset(preset)
+    if config is not None:
+        raise ConfigError(f"--config: must be left out with --preset, which says it, got {config}")
+    check_settings(f"--preset {preset}", settings, why)
+    if drops(settings):
+        raise ConfigError(
+            f"--preset: must be one that drops no tokens, since other questions about a document "
+            f"need others of them, got {preset}; kvswap presets lists them"
+        )
 
 
 def _run(server: Server, console: Console, as_json: bool, has_page: bool) -> None:

@@ -228,6 +228,11 @@ def test_cmake_prefix_says_where_or_why_not() -> None:
     done = command("cmake-prefix")
     if (PACKAGE_DIR / "share" / "cmake" / "kvswap").is_dir():
         assert done.stdout.strip() == str(PACKAGE_DIR / "share" / "cmake")
+    elif (PACKAGE_DIR.parent / "build" / "dev" / "cmake_install.cmake").is_file():
+        folder = Path(done.stdout.strip())
+        assert (folder / "kvswap" / "kvswapConfig.cmake").is_file()
+        # What CMake looks for beside it, as in site-packages.
+        assert (folder.parents[2] / "torch" / "include" / "torch").is_dir()
     else:
         assert done.returncode == 1 and "must exist and does not" in done.stderr
 

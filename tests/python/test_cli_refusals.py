@@ -47,6 +47,49 @@ def test_what_is_refused_before_a_model_is_looked_for(
     assert told in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["serve", "--store", "/tmp", "--path", "/nope"], "--path: must be a directory"),
+        (["serve", "--store", "/tmp", "--device", "foo"], "--device: must be cpu or cuda"),
+        (["serve", "--store", "/tmp", "--preset", "snapkv"], "--preset: must be one that drops no"),
+        (["serve", "--store", "/tmp", "--preset", "dynakv"], "--preset dynakv: clusters must be"),
+        (["serve", "--store", "/tmp", "--preset", "quest", "--config", "x"], "--config: must be"),
+        (["ingest", "a.txt", "-o", "no/book"], "--output: its parent must be a folder"),
+        (["ingest", "a.txt", "-o", "/nope-book", "--path", "/nope"], "--path: must be a directory"),
+        (["calibrate", "--preset", "loki", "--path", "/nope"], "--path: must be a directory"),
+        (["calibrate", "--preset", "loki", "--out", "no/a.json"], "--out: its folder must exist"),
+        (["fit", "--context", "8K", "--path", "/nope"], "--path: must be a directory"),
+    ],
+)
+def test_what_other_commands_refuse_before_a_model_is_looked_for(
+    words: list[str], told: str
+) -> None:
+    command, *rest = words
+    asked = [command, *rest, "--model", "/nowhere"]
+    with pytest.raises(ConfigError) as caught:
+        CliRunner().invoke(app_module.app, asked, catch_exceptions=False)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--path", "/nope"], "--path: must be a directory"),
+        (["--path", "/tmp", "--out", "no/a.json"], "--out: its folder must exist"),
+        (["--path", "/tmp", "--json", "no/a.json"], "--json: its folder must exist"),
+        (["--path", "/tmp", "--kv-memory", "much"], "--kv-memory"),
+    ],
+)
+def test_what_the_tuner_refuses_before_a_model_is_looked_for(
+    words: list[str], told: str, capsys: Any
+) -> None:
+    """It reports errors itself, since it is a program of its own too."""
+    asked = ["tune", "--no-report", "--kv-memory", "1MiB", *words, "--model", "/nowhere"]
+    done = CliRunner().invoke(app_module.app, asked, catch_exceptions=False)
+    assert done.exit_code == 1 and told in done.stderr
+
+
 @pytest.mark.parametrize("load", [load_config, load_model, load_tokenizer])
 @pytest.mark.parametrize("name", ["/nope", "./nope", "~/nope", "a/b/c", "", "/dev/null"])
 def test_a_path_that_is_no_folder_is_no_hub_name(load: Any, name: str) -> None:

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from kvswap_torch import ConfigError, KVSwapCache, SwapConfig
 from kvswap_torch.cli.app import app
-from kvswap_torch.errors import StorageError
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.projection import from_chunk
 from kvswap_torch.projection_file import load_projections
@@ -166,5 +165,5 @@ def test_the_command_writes_both(tmp_path):
     with pytest.raises(ConfigError, match="preset quest: must have projections to be calibrated"):
         CliRunner().invoke(app, [*start, "--preset", "quest"], catch_exceptions=False)
     missing = ["--preset", "loki", "--model", "nowhere", "--path", str(tmp_path / "no")]
-    with pytest.raises(StorageError, match="--path must be a folder that exists"):
+    with pytest.raises(ConfigError, match="--path: must be a directory on the disk to use"):
         CliRunner().invoke(app, [*start, *missing], catch_exceptions=False)

@@ -51,7 +51,7 @@ class CacheOptions:
 
     Parameters
     ----------
-    path, config, kv_memory_bytes, max_context
+    path, config, preset, kv_memory_bytes, max_context
         As for `KVSwapCache`.
     save_from
         Fewest tokens that no saved cache has read, for one more to be saved.
@@ -61,6 +61,7 @@ class CacheOptions:
 
     path: Path
     config: SwapConfig | str | Path | None = None
+    preset: str | None = None
     kv_memory_bytes: int | str | None = None
     max_context: int | None = None
     save_from: int = 1024
@@ -289,6 +290,7 @@ class PrefixReuse:
             self._model,
             path=self._options.path,
             config=self._options.config,
+            preset=self._options.preset,
             kv_memory_bytes=self._options.kv_memory_bytes,
             max_context=self._options.max_context,
             max_batch=self._rows,

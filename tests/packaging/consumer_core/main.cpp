@@ -7,7 +7,7 @@
 int main(int count, char** arguments) try {
   kvswap::OpenArgs args;
   args.shape = {.layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 64};
-  args.directory = arguments[1];
+  args.directory = count > 1 ? arguments[1] : ".";
   if (count > 2) args.config_path = arguments[2];
   args.budget = {.kv_memory_bytes = 8 << 20, .max_context = 4096, .max_batch = 1};
   kvswap::Cache cache(args);
