@@ -330,6 +330,10 @@ quality: build  ## which method finds what the full cache finds; ARGS="--help" t
 golden: build  ## tokens, choices, bytes, counters of 59 runs; ARGS="--against FILE" compares
 	$(PY) -m tests.golden build/golden.json $(ARGS)
 
+.PHONY: first-hour
+first-hour: $(STAMP)  ## five new users type what docs/first-hour says; ARGS="laptop --wheel FILE --out FILE"
+	@$(call LOCK,first-hour) $(PY) -m tests.first_hour $(ARGS)
+
 docs-run: $(STAMP)  ## the shell blocks of README and docs/, in a fresh clone; minutes
 	@$(PY) -m tests.packaging.run_docs
 

@@ -26,6 +26,7 @@ NEVER = {
     "make test-aarch64": "an emulator, hours",
     "make test": "runs in CI beside this",
     "make cuda-compile": "runs in CI beside this",
+    "make first-hour": "new environments, gigabytes; minutes",
     "make golden": "minutes; test_golden.py compares in CI",
     "make gpu-check": "needs a GPU",
     "make gpu-prebuilt": "fetches 530 MB; needs nvcc and the headers of another Python",

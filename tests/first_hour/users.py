@@ -1,0 +1,158 @@
+"""What each of the five users brings along, types and must come to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.first_hour.typist import Typist, WentWrongError, must_say
+from tests.packaging.run_docs import ROOT, blocks
+
+MODEL = ROOT / "examples" / "reference_model"
+QUESTION = "What is the secret of the amber falcon?"
+ANSWER = "copper lantern"
+BOOK_CHARACTERS = 20_000
+
+
+@dataclass(frozen=True)
+class Given:
+    """A wheel made from this tree, and the torch that it was made for."""
+
+    wheel: Path
+    torch: str
+
+    def words(self) -> dict[str, str]:
+        """Of every page that installs a wheel."""
+        return {
+            "kvswap_torch-*.whl": str(self.wheel),
+            "pip install torch": f"pip install -q {self.torch}",
+            "pip install ": "pip install -q ",
+        }
+
+
+def book(folder: Path) -> None:
+    """A manual with a fact in its middle."""
+    text = (MODEL / "documents" / "perl_operators.txt").read_text(encoding="utf-8")
+    lines = text[:BOOK_CHARACTERS].splitlines()
+    lines.insert(len(lines) // 2, f"The secret of the amber falcon is {ANSWER}.")
+    (folder / "book.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def laptop(folder: Path, given: Given) -> Typist:
+    """A document of one's own, read once and asked."""
+    return _over_a_book("laptop", folder, given)
+
+
+def few_bits(folder: Path, given: Given) -> Typist:
+    """The same with weights of four bits."""
+    return _over_a_book("few-bits", folder, given)
+
+
+def _over_a_book(page: str, folder: Path, given: Given) -> Typist:
+    book(folder)
+    own = {"--model DIR": f"--model {MODEL}", "Who tells it?": QUESTION}
+    reader = Typist(page, folder, _pip_once(given.words()) | own)
+    for command in reader.unread():
+        told = reader.type(command)
+        if command.startswith(("kvswap ask", "kvswap generate")):
+            must_say(told, ANSWER)
+        if command.startswith("kvswap fit"):
+            must_say(told, "it fits")
+        if command.startswith("kvswap show"):
+            must_say(told, "tokens", "book.txt")
+    return reader
+
+
+def researcher(folder: Path, given: Given) -> Typist:
+    """Three methods in a table, from a clone."""
+    own = {"SOURCES": str(ROOT), "torch 'setuptools": f"{given.torch} 'setuptools",
+           "pip install": "pip install -q"}  # fmt: skip
+    reader = Typist("researcher", folder, own)
+    told = ""
+    for command in reader.unread():
+        told = reader.type(command)
+    must_say(told, "full", "product:memory=1/8", "quest:memory=1/8", "snapkv:memory=1/8")
+    results = folder / "kvswap_torch" / "bench" / "results" / "quality" / "first.json"
+    if len(json.loads(results.read_text(encoding="utf-8"))["lengths"]) != 1:
+        raise WentWrongError(f"{results}: must have one length")
+    return reader
+
+
+def cpp(folder: Path, given: Given) -> Typist:
+    """A program of a few lines, found, linked and run."""
+    reader = Typist("cpp", folder, _pip_once(given.words()))
+    (folder / "CMakeLists.txt").write_text(reader.block("cmake"), encoding="utf-8")
+    shown = [b.text for b in blocks(ROOT / "docs" / "cpp.md") if b.language == "cpp"]
+    (folder / "main.cpp").write_text(shown[0], encoding="utf-8")
+    told = ""
+    for command in reader.unread():
+        told = reader.type(command)
+    must_say(told, "301")
+    wrong = reader.type("build/app nowhere 2>&1; test $? = 1")
+    must_say(wrong, "nowhere")
+    return reader
+
+
+def operator(folder: Path, given: Given) -> Typist:
+    """A server, asked twice by what a chat program sends, streamed."""
+    book(folder)
+    port = str(_free_port())
+    own = {"--model DIR": f"--model {MODEL}", "8000": port, "--name NAME": "--name reference"}
+    words = _pip_once(given.words()) | own
+    words.pop("kvswap_torch-*.whl")
+    reader = Typist("operator", folder, {"$(ls kvswap_torch-*.whl)": str(given.wheel)} | words)
+    content = (folder / "book.txt").read_text(encoding="utf-8")
+    question = {
+        "model": "reference", "stream": True, "stream_options": {"include_usage": True},
+        "temperature": 0, "session_id": "a", "metadata": {"chat_id": "b"},
+        "messages": [{"role": "user", "content": f"{content}\nQuestion: {QUESTION}\nAnswer:"}],
+    }  # fmt: skip
+    (folder / "question.json").write_text(json.dumps(question), encoding="utf-8")
+    cached = []
+    try:
+        for command in reader.unread():
+            if command.startswith("kvswap serve"):
+                reader.serve(command, "a page to ask")
+                continue
+            told = reader.type(command)
+            if "completions" in command:
+                cached.append(_streamed(told))
+        if not 0 == cached[0] < cached[1]:
+            raise WentWrongError(f"the second question must find the first one's, cached {cached}")
+        must_say(told, "kvswap")
+        reader.press_ctrl_c()
+    finally:
+        reader.give_up()
+    return reader
+
+
+def _streamed(told: str) -> int:
+    """That a stream's pieces are the answer; how many of the prompt's tokens were cached."""
+    pieces = [json.loads(found) for found in re.findall(r"^data: (\{.*)$", told, re.MULTILINE)]
+    deltas = [choice["delta"].get("content") or "" for each in pieces for choice in each["choices"]]
+    if ANSWER not in "".join(deltas) or "data: [DONE]" not in told:
+        raise WentWrongError(f"a stream must have {ANSWER!r} and end, is\n{told}")
+    usage = next(each["usage"] for each in reversed(pieces) if each.get("usage"))
+    return usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def _pip_once(words: dict[str, str]) -> dict[str, str]:
+    """The general replacement would undo what the one before it has put."""
+    return {name: word for name, word in words.items() if name != "pip install "}
+
+
+USERS: dict[str, Callable[[Path, Given], Typist]] = {
+    "laptop": laptop, "researcher": researcher, "cpp": cpp, "operator": operator,
+    "few-bits": few_bits,
+}  # fmt: skip
