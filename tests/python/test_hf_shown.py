@@ -2,7 +2,9 @@
 
 import io
 import logging
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from kvswap_torch.cli.reading import ReadingLines, counted_by_layers
+from kvswap_torch.cli.reading import ReadingLines, counted_by_layers, waiting
 from kvswap_torch.hf import pieces, prefill_bar
 from kvswap_torch.hf.prefill_bar import PrefillBar
 from tests.python.tiny_models import TIGHT, greedy, prompt, tiny_model
@@ -122,3 +124,40 @@ def test_a_notebook_shows_a_table_with_everything_escaped(llama: Any, open_cache
     stats = dataclasses.replace(open_cache(llama, TIGHT).stats(), fallbacks="<b>no io_uring")
     table = stats._repr_html_()
     assert table.startswith("<table>") and "hit rate" in table and "&lt;b&gt;no io_uring" in table
+
+
+def test_what_cannot_say_how_far_it_is_says_that_it_goes_on() -> None:
+    """In a pipe, as often as it is asked to, until its body ends; then no more."""
+    lines = io.StringIO()
+    with waiting("loading the model", Console(file=lines, width=80), every_seconds=0.001):
+        while lines.getvalue().count("\n") < 2:
+            pass
+    told = lines.getvalue()
+    assert re.fullmatch(r"(loading the model: 0 s so far\n)+", told)
+    assert told == lines.getvalue()
+
+
+def test_a_document_that_a_preset_reads_with_its_question_is_not_read_in_silence(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read within generate(), of which the question's tokens are counted too."""
+    from typer.testing import CliRunner
+
+    from kvswap_torch.cli import reading as reading_module
+    from kvswap_torch.cli.app import app
+
+    monkeypatch.setattr(reading_module, "LINE_SECONDS", 0.0)
+    text = tmp_path / "a.txt"
+    text.write_text("The colour of the house is blue. " * 12)
+    asked = [
+        "generate",
+        "--model",
+        str(tiny_model_dir),
+        "--document",
+        str(text),
+        "--preset",
+        "snapkv",
+    ]
+    done = CliRunner().invoke(app, [*asked, "--question", "What?", "--max-new-tokens", "4"])
+    assert done.exit_code == 0, done.output
+    assert "reading the document: " in done.output
