@@ -28,7 +28,8 @@ EVERY = (FOLDER / "low_rank.json", FOLDER / "others.json")
 
 def meant(written: dict[str, Any], row: dict[str, Any] | None = None) -> dict[str, Any]:
     """What a file's fields, and a row's, mean by version 1's own defaults."""
-    said = {**LATER, **v1.DEFAULTS, **{n: v for n, v in written.items() if n in v1.PATHS}, **(row or {})}
+    theirs = {n: v for n, v in written.items() if n in v1.PATHS}
+    said = {**LATER, **v1.DEFAULTS, **theirs, **(row or {})}
     said["look_ahead"] = {True: "trust", False: "off"}[said["look_ahead"]]
     return {name: tuple(v) if isinstance(v, list) else v for name, v in said.items()}
 
