@@ -1,5 +1,6 @@
 #include "torch/expanded_attention.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
@@ -22,7 +23,6 @@
 #include "torch/op_checks.h"
 #include "torch/partial_attention.h"
 #include "torch/past_tensors.h"
-#include "torch/torch_exact_attention.h"
 
 namespace kvswap {
 namespace {
@@ -282,12 +282,6 @@ class ExpandedChunk final : public ExactChunk {
 };
 
 }  // namespace
-
-at::Tensor ExpandedQueries::absorbed() const {
-  const at::Tensor plain = query.narrow(3, 0, unrotated);
-  const at::Tensor rotated = query.narrow(3, unrotated, rotary());
-  return at::cat({at::matmul(plain, weight.narrow(1, 0, unrotated)), rotated}, 3);
-}
 
 std::unique_ptr<ExactChunk> expanded_chunk(Engine& engine, const ExactArgs& args,
                                            const ExpandedQueries& queries, at::Tensor output) {

@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "kvswap/exact_attention.h"
-#include "torch/tensor_cache.h"
+#include "torch/expanded_queries.h"
 
 namespace kvswap {
 

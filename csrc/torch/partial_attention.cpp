@@ -16,6 +16,8 @@
 #include <limits>
 #include <vector>
 
+#include "kernels/chunk_attention.h"
+#include "kernels/cpu_features.h"
 #include "kernels/merge_attention.h"
 #include "torch/op_checks.h"
 
@@ -144,6 +146,10 @@ PartialAttention attend_own_masked(const at::Tensor& query, const at::Tensor& ke
     log_sum_exps.push_back(part.log_sum_exp);
   }
   return {at::cat(outputs, 1).contiguous(), at::cat(log_sum_exps, 1).contiguous()};
+}
+
+bool is_chunk_attention_fast(DType dtype) {
+  return simd_level() != "SCALAR" && (dtype != DType::kBFloat16 || !has_bf16_tiles());
 }
 
 void add_sinks(PartialAttention& partial, const at::Tensor& sinks) {

@@ -4,6 +4,8 @@
 
 #include <optional>
 
+#include "kernels/types.h"
+
 namespace kvswap {
 
 /// Attention of one sequence over some of its keys, ready to be merged with that over others.
@@ -42,6 +44,10 @@ PartialAttention attend_part_in_rows(const at::Tensor& query, const at::Tensor& 
 PartialAttention attend_own_masked(const at::Tensor& query, const at::Tensor& keys,
                                    const at::Tensor& values, const at::Tensor& valid,
                                    const ScoreRule& rule);
+
+/// Whether chunk_attention() is the faster one: not without vectors, nor beside AMX, which torch
+/// multiplies bf16 by.
+bool is_chunk_attention_fast(DType dtype);
 
 /// Weighs each head's sink in: a score without a value. sinks [heads] fp32.
 void add_sinks(PartialAttention& partial, const at::Tensor& sinks);

@@ -10,8 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/chunk_attention.h"
-#include "kernels/cpu_features.h"
 #include "torch/element_type.h"
 #include "torch/expanded_attention.h"
 #include "torch/partial_attention.h"
@@ -224,10 +222,6 @@ class TorchExactAttention final : public ExactAttention {
 };
 
 }  // namespace
-
-bool is_chunk_attention_fast(DType dtype) {
-  return simd_level() != "SCALAR" && (dtype != DType::kBFloat16 || !has_bf16_tiles());
-}
 
 std::shared_ptr<ExactAttention> torch_exact_attention(at::Device device) {
   return std::make_shared<TorchExactAttention>(device);

@@ -4,7 +4,6 @@
 
 #include <memory>
 
-#include "kernels/types.h"
 #include "kvswap/exact_attention.h"
 
 namespace kvswap {
@@ -15,9 +14,5 @@ namespace kvswap {
 /// host_exact_attention(): torch widens to fp32 there.
 /// Chunks of an ExpandedScope are expanded_chunk()'s.
 std::shared_ptr<ExactAttention> torch_exact_attention(at::Device device);
-
-/// Whether chunk_attention() is the faster one: not without vectors, nor beside AMX, which torch
-/// multiplies bf16 by.
-bool is_chunk_attention_fast(DType dtype);
 
 }  // namespace kvswap

@@ -105,7 +105,7 @@ class SessionDriver:
     def _beside(self, config: SwapConfig, batch: int, context: int) -> dict[str, int]:
         plugged = self.plug_ins.nbytes(batch, context)
         predictor = self._predictor.nbytes if config.predicts else 0
-        index = self.parts.index_width * batch * context * self.parts.dtype.itemsize
+        index = self.parts.index_bytes(batch, context)
         uses = {"predictor": predictor, "plug_in": plugged}
         return uses | ({"index": index} if index else {})
 
@@ -283,49 +283,33 @@ class SessionDriver:
         self.session.read_ahead(layer, tokens)
 
     def attend(
-        self, layer: int, query, keys, values, terms, choice: indexed.Choice | None = None
+        self,
+        layer: int,
+        query,
+        keys,
+        values,
+        terms,
+        choice: indexed.Choice | None = None,
+        expansion: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Stores the new K and V, attends by `ScoreTerms`; ``[batch, tokens, heads, head_dim]``.
 
         choice: what an index of the model has chosen; None: the session chooses.
+        expansion: ``[heads, unrotated + value, rank]`` of a chunk that attends by expanded heads:
+        the query is the model's own, and the result ``[batch, tokens, heads, value]``.
         """
         query_, keys, values = _own_types(self.parts, query, keys, values)
         with torch.no_grad(), ExplainedGrowth(self, layer, keys.shape[2]):
-            if choice is None:
+            if expansion is not None:
+                unrotated, weight = self.parts.latent.unrotated, expansion.to(self.parts.dtype)
+                arguments = (layer, query_, weight, unrotated, keys)
+                output = self.session.extend_expanded(*arguments, *terms)
+            elif choice is None:
                 output = self.session.extend(layer, query_, keys, values, *terms)
             else:
                 self.session.append(layer, keys, values)
                 output = indexed.attend(self.session, self.config, layer, query_, terms, choice)
-        return self._attended(layer, query, output)
-
-    def expands(self, layer: int, tokens: int) -> bool:
-        """Whether a pass of so many tokens attends by `attend_expanded`.
-
-        Plug-ins are asked by absorbed queries, which then attend, too.
-        """
-        latent, most = self.parts.latent, self.config.selection.max_step_tokens
-        if latent is None or self.plug_ins != PlugIns() or pass_of(tokens, most) == "decode":
-            return False
-        return latent.expands(self.positions(layer), tokens)
-
-    def attend_expanded(
-        self, layer: int, query, keys, expansion: torch.Tensor, terms: session_module.ScoreTerms
-    ) -> torch.Tensor:
-        """As `attend`, of a prefill's chunk and latents: by keys and values of every head.
-
-        query: the model's own. expansion: ``[heads, unrotated + value, rank]``.
-        Returns ``[batch, tokens, heads, value]``.
-        """
-        query_, keys = _own_types(self.parts, query, keys)
-        expansion = expansion.to(self.parts.dtype)
-        unrotated = self.parts.latent.unrotated
-        with torch.no_grad(), ExplainedGrowth(self, layer, keys.shape[2]):
-            output = self.session.extend_expanded(layer, query_, expansion, unrotated, keys, *terms)
-        return self._attended(layer, query, output)
-
-    def _attended(self, layer: int, query: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """A pass's output in this layer, as its model wants it."""
-        output = output.to(query.dtype)
+            output = output.to(query.dtype)
         self._stored(layer)
         return NoGradient.apply(output, query) if torch.is_grad_enabled() else output
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
+from kvswap_torch.chunks import pass_of
 from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.hf.layer_view import LayerView
 from kvswap_torch.hf.session import ScoreTerms
@@ -143,9 +144,9 @@ class DiskLayer(CacheLayerMixin):
         terms = ScoreTerms(scale, softcap or 0.0, self._plain_sinks(s_aux))
         parts = self.driver.parts
         stored = parts.stored(keys, values)
-        if self.driver.expands(self.disk_index, keys.shape[2]):
+        if _expands(self.driver, self.disk_index, keys.shape[2]):
             expansion = parts.latent.expansion(module)
-            return self.driver.attend_expanded(self.disk_index, query, stored[0], expansion, terms)
+            return self.driver.attend(self.disk_index, query, *stored, terms, expansion=expansion)
         asked = parts.asked(module, query)
         return parts.answered(module, self.driver.attend(self.disk_index, asked, *stored, terms))
 
@@ -185,6 +186,18 @@ class DiskLayer(CacheLayerMixin):
 
     crop = reset = reorder_cache = _whole_cache_only
     batch_repeat_interleave = batch_select_indices = _whole_cache_only
+
+
+def _expands(driver: SessionDriver, layer: int, tokens: int) -> bool:
+    """Whether a pass of so many tokens attends latents by expanded heads.
+
+    Plug-ins are asked by absorbed queries, which then attend, too.
+    """
+    latent, plug_ins = driver.parts.latent, driver.plug_ins
+    if latent is None or plug_ins.group_scores is not None or plug_ins.token_scores is not None:
+        return False
+    is_step = pass_of(tokens, driver.config.selection.max_step_tokens) == "decode"
+    return not is_step and latent.expands(driver.positions(layer), tokens)
 
 
 def from_elsewhere(parts: ModelParts) -> str:

@@ -305,17 +305,14 @@ def test_chunks_attend_in_fewer_products(latent):
 def test_a_prefill_expands_and_decoding_absorbs(family, tmp_path, monkeypatch):
     """What sessions are asked by: heads' own queries of long chunks, absorbed ones of steps."""
     model, seen = every_model.build(family), []
-    usual = SessionDriver.attend_expanded, SessionDriver.attend
+    usual = SessionDriver.attend
 
-    def spied(name, call):
-        def attend(driver, layer, query, *rest):
-            seen.append((name, query.shape[2], query.shape[3]))
-            return call(driver, layer, query, *rest)
+    def spied(driver, layer, query, *rest, expansion=None):
+        name = "absorbed" if expansion is None else "expanded"
+        seen.append((name, query.shape[2], query.shape[3]))
+        return usual(driver, layer, query, *rest, expansion=expansion)
 
-        return attend
-
-    monkeypatch.setattr(SessionDriver, "attend_expanded", spied("expanded", usual[0]))
-    monkeypatch.setattr(SessionDriver, "attend", spied("absorbed", usual[1]))
+    monkeypatch.setattr(SessionDriver, "attend", spied)
     inputs = prompt(2, 37, padding=(0, 9))
     with KVSwapCache(model, tmp_path, COVERING) as cache:
         actual = greedy(model, inputs, cache, tokens=4)
