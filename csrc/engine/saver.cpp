@@ -24,10 +24,6 @@ constexpr uint32_t kNoNumber = std::numeric_limits<uint32_t>::max();
 /// May what is held go on elsewhere, as a saved cache or a fork?
 Status check_can_go_on(const EngineParts& parts, const char* where) {
   const EngineOptions& options = parts.options;
-  if (parts.plan.rows.is_given) {
-    return Status::invalid(std::string(where) +
-                           ": rows must not be 'given', since what scores them is not saved");
-  }
   if (parts.plan.has_clusters) {
     return Status::invalid(std::string(where) +
                            ": grouping must be 'runs', got 'clusters', which are not saved; open "

@@ -128,7 +128,7 @@ void Summaries::list(int64_t layer, std::vector<SavedTensor>& tensors) const {
 
 Result<int64_t> Summaries::bytes_to_load(int64_t layer, int64_t tokens,
                                          const SavedTensors& saved) const {
-  if (!is_ready(layer) || tokens == 0) return int64_t{0};
+  if (!is_ready(layer) || tokens == 0 || rows_.shape(layer).width == 0) return int64_t{0};
   const Summary::Shape shape = this->shape(layer);
   auto read =
       read_layer(layer, sequences_, tokens / rows_.shape(layer).tokens_per_row, shape, saved);
@@ -141,7 +141,7 @@ Result<int64_t> Summaries::bytes_to_load(int64_t layer, int64_t tokens,
 }
 
 Status Summaries::load(int64_t layer, int64_t tokens, const SavedTensors& saved) {
-  if (!is_ready(layer) || tokens == 0) return Status::ok();
+  if (!is_ready(layer) || tokens == 0 || rows_.shape(layer).width == 0) return Status::ok();
   const Summary::Shape shape = this->shape(layer);
   const int64_t rows = tokens / rows_.shape(layer).tokens_per_row;
   auto read = read_layer(layer, sequences_, rows, shape, saved);

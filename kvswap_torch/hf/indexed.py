@@ -17,7 +17,7 @@ from torch import nn
 from transformers.cache_utils import DynamicLayer
 
 from kvswap_torch.config import Summary, SwapConfig
-from kvswap_torch.errors import BudgetError, ConfigError, KVSwapError, UnsupportedModelError
+from kvswap_torch.errors import BudgetError, ConfigError, UnsupportedModelError
 from kvswap_torch.hf.layer import DiskLayer, from_elsewhere, refuse_options
 from kvswap_torch.hf.session import ScoreTerms
 
@@ -52,6 +52,21 @@ class IndexedLayer(DiskLayer):
         keys = index_keys.detach().unsqueeze(1)
         kept, _ = self.index_keys.update(keys, keys[..., :0])
         return kept.squeeze(1)
+
+    def check_index(self, attention: nn.Module, batch: int, tokens: int) -> None:
+        """That keys of the index that come from a saved cache may be this layer's.
+
+        Raises
+        ------
+        ValueError
+            There are none of a layer that chooses, or those of other tokens.
+        """
+        has_own = getattr(attention, "indexer", None) is not None
+        must = [batch, 1, tokens] if has_own else None
+        keys = self.index_keys
+        found = list(keys.keys.shape[:3]) if keys.is_initialized else None
+        if found != must:
+            raise ValueError(f"a layer's index must have keys of {must}, got {found}")
 
     def attend(
         self,
@@ -139,15 +154,6 @@ def refuse_terms(module: nn.Module, kwargs: dict[str, Any]) -> None:
                 f"KVSwapCache: {type(module).__name__} uses {name}, which attention over what "
                 "an index has chosen has not"
             )
-
-
-def refuse_index(call: str, parts: ModelParts) -> None:
-    """A cache cannot go on elsewhere without the keys of its index, which no folder has yet."""
-    if parts.index_topk:
-        raise KVSwapError(
-            f"{call}: the cache's model must have no index of its own, whose keys are not saved "
-            f"yet, got {parts.name}; to_dynamic() and from_cache() copy such a cache"
-        )
 
 
 def group_scores(positions: list[list[int]], groups: int, config: SwapConfig) -> torch.Tensor:

@@ -76,6 +76,20 @@ class PlugIns:
                 "object of its own, or close the other first"
             )
 
+    def refuse_leaving(self, call: str) -> None:
+        """A saved cache or a fork would have the groups, and nothing to choose them by.
+
+        Raises
+        ------
+        ValueError
+            There are `group_scores`.
+        """
+        if self.group_scores is not None:
+            raise ValueError(
+                f"{call}: rows must not be 'given' by group_scores, since what scores them is not "
+                "saved; to_dynamic() copies the cache"
+            )
+
     def belong_to(self, owner: Any) -> None:
         """`owner` has `group_scores` while its `is_open` holds; it keeps them alive."""
         for key in [key for key, known in _OWNERS.items() if known() is None]:

@@ -53,17 +53,20 @@ def check_facts(facts: dict[str, Any], path: str) -> None:
 def check_layers(facts: dict[str, Any], parts: ModelParts, path: str) -> None:
     """That the model's layers on disk, and no others, are none of `facts`' own.
 
+    Of a model with an index every layer has one, if an empty one, which is in memory.
+
     Raises
     ------
     CorruptionError
     """
     layers = facts["layers"]
     on_disk = [index for index, layer in enumerate(layers) if layer is None]
+    whole = [] if parts.index_topk else list(parts.disk)
     _must(
-        len(layers) == len(parts.kinds) and on_disk == list(parts.disk),
+        len(layers) == len(parts.kinds) and on_disk == whole,
         path,
         "layers",
-        f"be of the model's {len(parts.kinds)} layers, {len(parts.disk)} of them on disk",
+        f"be of the model's {len(parts.kinds)} layers, {len(whole)} of them on disk alone",
     )
     _must(
         all(int(layer) < len(parts.disk) for layer in facts["estimated"]),

@@ -19,7 +19,7 @@ from kvswap_torch.hf import saved_layers
 from kvswap_torch.hf.driver import SessionDriver
 from kvswap_torch.hf.elsewhere import LayerElsewhere
 from kvswap_torch.hf.families import ModelParts, model_parts
-from kvswap_torch.hf.indexed import refuse_index
+from kvswap_torch.hf.indexed import IndexedLayer
 from kvswap_torch.hf.key_probe import probe as probe_keys
 from kvswap_torch.hf.layer import DiskLayer
 from kvswap_torch.hf.lookahead import LookAhead
@@ -120,7 +120,7 @@ class Saving:
             The cache is empty, or one process's part of a model that several run.
         """
         self._make_usable()
-        refuse_index("save", self.parts)
+        self.driver.plug_ins.refuse_leaving("save")
         if self.parts.placement.is_shared:
             raise KVSwapError(
                 "save: the cache must be one process's, and this one is a part of a model that "
@@ -129,9 +129,10 @@ class Saving:
         if self.driver.positions() == 0:
             raise KVSwapError("save: the cache must hold tokens, and is empty; prefill first")
         tensors: dict[str, torch.Tensor] = {}
+        in_memory = [_in_memory(layer) for layer in self.layers]
         others = [
-            None if isinstance(layer, DiskLayer) else saved_layers.pack_layer(i, layer, tensors)
-            for i, layer in enumerate(self.layers)
+            None if layer is None else saved_layers.pack_layer(i, layer, tensors)
+            for i, layer in enumerate(in_memory)
         ]
         if (ids := self.token_ids) is not None:
             tensors["token_ids"] = ids
@@ -217,10 +218,11 @@ class Saving:
         tensors = tensors_of(folder)
         if input_ids is not None:
             check_tokens(tensors.get("token_ids"), input_ids, folder.path)
-        config = SwapConfig(**_settings_of(folder))
+        config = _config_of(folder, parts)
         memory = budget.kv_memory_bytes
 
         def opened(beside: int) -> tuple[Any, Any]:
+            beside += parts.index_bytes(max_batch or folder.sequences, max_context or folder.tokens)
             left = None if memory is None else max(1, memory - beside)
             promised = (left, max_context, max_batch, timeline_spans)
             options = folder.options(text_of(path), *promised)
@@ -234,8 +236,7 @@ class Saving:
         except BudgetError:
             if beside == 0:
                 raise
-            beside = 0
-            options, session = opened(beside)
+            options, session = opened(beside := 0)
         start = Start(
             session=session,
             config=config.with_settings({"memory.pages_per_layer": options.pages_max}),
@@ -275,7 +276,7 @@ class Saving:
             The cache is empty, or one process's part of a model that several run.
         """
         self._make_usable()
-        refuse_index("fork", self.parts)
+        self.driver.plug_ins.refuse_leaving("fork")
         if self.parts.placement.is_shared:
             raise KVSwapError("fork: the cache must be one process's, and this one is a part")
         if self.driver.positions() == 0:
@@ -296,7 +297,9 @@ class Saving:
         cache = _continued(type(self), self.parts, driver.path, driver.budget, start, spans)
         cache._vision.deltas = self._vision.deltas
         for index, layer in enumerate(self.layers):
-            if not isinstance(layer, DiskLayer | LayerElsewhere):
+            if isinstance(layer, IndexedLayer):
+                cache.layers[index].index_keys = deepcopy(layer.index_keys)
+            elif not isinstance(layer, DiskLayer | LayerElsewhere):
                 cache.layers[index] = deepcopy(layer)
         return cache
 
@@ -338,15 +341,43 @@ def _found_anywhere(model: str) -> str:
     return os.path.abspath(model) if model and os.path.isdir(model) else model
 
 
+def _in_memory(layer: Any) -> Any:
+    """What of a cache's layer a session does not hold: all of it, its index, or None."""
+    if isinstance(layer, IndexedLayer):
+        return layer.index_keys
+    return None if isinstance(layer, DiskLayer) else layer
+
+
 def _restore_layers(cache: KVSwapCache, facts: dict, tensors: dict, path: str) -> None:
     session = cache.driver.session
     try:
-        for packed, layer in zip(facts["layers"], cache.layers, strict=True):
-            if not isinstance(layer, DiskLayer):
+        held = session.batch(), session.common_positions()
+        for index, packed in enumerate(facts["layers"]):
+            layer = _in_memory(cache.layers[index])
+            if layer is not None:
                 saved_layers.unpack_layer(packed, layer, tensors, cache.parts.device)
-                saved_layers.check_layer(layer, session.batch(), session.common_positions())
+                saved_layers.check_layer(layer, *held)
+            if isinstance(cache.layers[index], IndexedLayer):
+                cache.layers[index].check_index(cache.parts.mixers[index], *held)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CorruptionError(f"open: {path} must hold this model's layers: {error}") from error
+
+
+def _config_of(folder: Any, parts: ModelParts) -> SwapConfig:
+    """A saved cache's.
+
+    Raises
+    ------
+    ConfigError
+        It chooses by scores that nobody gives.
+    """
+    config = SwapConfig(**_settings_of(folder))
+    if config.summary.kind == "user" and not parts.index_topk:
+        raise ConfigError(
+            f"open: {folder.path} chooses by scores of a program's own (summary.kind='user'), "
+            "which a saved cache has none of; open it with the program that wrote it"
+        )
+    return config
 
 
 def _settings_of(folder: Any) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from examples.plug_ins import MostSimilarKey
 from kvswap_torch import (
     BudgetError,
     ConfigError,
+    CorruptionError,
     KVSwapCache,
-    KVSwapError,
     SwapConfig,
     UnsupportedModelError,
 )
-from kvswap_torch.hf import indexed
+from kvswap_torch.hf import indexed, key_probe
 from tests.python import every_model
 from tests.python.test_session import HEAD_DIM, KV_HEADS, Twins, options
 from tests.python.tiny_models import COVERING, TIGHT, forward, greedy, has_native, prompt
@@ -119,6 +119,102 @@ def test_to_and_from_a_cache_in_memory(deepseek, tmp_path):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_forked_reordered_and_reset(family, tmp_path):
+    """Keys of the index go where the latents go: on from there, as a cache in memory does."""
+    model, inputs = every_model.build(family), prompt(2, 44, padding=(0, 5))
+    follow = prompt(2, 9, seed=3)["input_ids"]
+    mask = nn.functional.pad(inputs["attention_mask"], (0, 9), value=1)
+    plain = DynamicCache(config=model.config)
+    forward(model, inputs["input_ids"], plain, attention_mask=inputs["attention_mask"])
+    plain.reorder_cache(torch.tensor([1, 0]))
+    expected = forward(model, follow, plain, attention_mask=mask[[1, 0]])
+    with KVSwapCache(model, tmp_path, TIGHT) as cache:
+        forward(model, inputs["input_ids"], cache, attention_mask=inputs["attention_mask"])
+        cache.save(tmp_path / "saved")
+        fork = cache.fork()
+        opened = KVSwapCache.open(model, tmp_path / "saved", path=tmp_path)
+        answers = []
+        for each in (cache, fork, opened):
+            with each:
+                each.reorder_cache(torch.tensor([1, 0]))
+                answers.append(forward(model, follow, each, attention_mask=mask[[1, 0]]))
+                each.reset()
+                ids = inputs["input_ids"][:1, :20]
+                torch.testing.assert_close(forward(model, ids, each), forward(model, ids, None))
+    torch.testing.assert_close(answers[0], expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+    assert "passed" in opened.driver.probe
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_beams(family, tmp_path):
+    model, inputs = every_model.build(family), prompt(2, 33, padding=(0, 4))
+    options = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    with KVSwapCache(model, tmp_path, TIGHT) as cache:
+        actual = model.generate(**inputs, **options, **cache.as_argument())
+    assert torch.equal(actual, expected)
+
+
+def test_a_fork_goes_its_own_way(deepseek, tmp_path):
+    """New tokens of one do not reach the other's index."""
+    ids, plain = prompt(1, 40)["input_ids"], DynamicCache(config=deepseek.config)
+    with KVSwapCache(deepseek, tmp_path, TIGHT) as cache:
+        for each in (plain, cache):
+            forward(deepseek, ids[:, :30], each)
+        with cache.fork() as fork:
+            forward(deepseek, ids[:, 30:38].flip(1), fork)
+            fork.crop(-3)
+            assert [layer.index_keys.get_seq_length() for layer in fork.layers] == [35] * 4
+            actual = forward(deepseek, ids[:, 30:], cache)
+    expected = forward(deepseek, ids[:, 30:], plain)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_saved_cache_of_another_index_is_refused(deepseek, tmp_path):
+    ids = prompt(1, 40)["input_ids"]
+    with KVSwapCache(deepseek, tmp_path, TIGHT) as cache:
+        forward(deepseek, ids, cache)
+        cache.save(tmp_path / "saved")
+    other = copy.deepcopy(deepseek)
+    with torch.no_grad():
+        other.model.layers[1].self_attn.indexer.wk.weight.neg_()[1::2].neg_()
+    with pytest.raises(ConfigError, match="weights is not .*indexer.wk.weight"):
+        KVSwapCache.open(other, tmp_path / "saved", path=tmp_path)
+    with (
+        KVSwapCache.open(other, tmp_path / "saved", path=tmp_path, probe=False) as cache,
+        pytest.raises(ConfigError, match="keys of the index .* in layer 1"),
+    ):
+        key_probe.probe(cache, ids, None)
+
+
+def test_a_saved_cache_without_its_index_is_refused(deepseek, tmp_path, monkeypatch):
+    """A layer that chooses must have keys of the index, of all tokens."""
+    ids = prompt(1, 40)["input_ids"]
+    for lost in (lambda layer: layer.index_keys.crop(-1), lambda layer: layer.index_keys.reset()):
+        with KVSwapCache(deepseek, tmp_path, TIGHT) as cache:
+            forward(deepseek, ids, cache)
+            lost(cache.layers[2])
+            cache.save(tmp_path / "saved", overwrite=True)
+        with pytest.raises(CorruptionError, match="must hold this model's layers"):
+            KVSwapCache.open(deepseek, tmp_path / "saved", path=tmp_path)
+
+
+def test_a_saved_index_is_in_the_budget(deepseek, tmp_path):
+    with KVSwapCache(deepseek, tmp_path, TIGHT) as cache:
+        forward(deepseek, prompt(1, 40)["input_ids"], cache)
+        cache.save(tmp_path / "saved")
+    limits = {"max_context": 4096, "max_batch": 1, "path": tmp_path}
+    saved = tmp_path / "saved"
+    with pytest.raises(BudgetError) as refused:
+        KVSwapCache.open(deepseek, saved, kv_memory_bytes=100_000, **limits)
+    index = 4096 * 4 * deepseek.config.index_head_dim * 4
+    with pytest.raises(BudgetError):
+        KVSwapCache.open(deepseek, saved, kv_memory_bytes=index, **limits)
+    assert "at least" in str(refused.value)
+
+
 class Stop(Exception):
     pass
 
@@ -166,15 +262,10 @@ def test_settings_that_are_refused(changes, why, deepseek, tmp_path):
         KVSwapCache(deepseek, tmp_path, dataclasses.replace(COVERING, **changes))
 
 
-def test_plug_ins_and_saving_are_refused(deepseek, tmp_path):
+def test_plug_ins_are_refused(deepseek, tmp_path):
     config = SwapConfig(summary={"kind": "user"})
     with pytest.raises(ConfigError, match="must be left out, since the index of Deepseek"):
         KVSwapCache(deepseek, tmp_path, config, group_scores=MostSimilarKey())
-    with KVSwapCache(deepseek, tmp_path, TIGHT) as cache:
-        forward(deepseek, prompt(1, 30)["input_ids"], cache)
-        for call in (lambda: cache.save(tmp_path / "saved"), cache.fork):
-            with pytest.raises(KVSwapError, match="must have no index of its own"):
-                call()
 
 
 def test_a_budget_too_small_for_what_is_chosen(deepseek, tmp_path):
