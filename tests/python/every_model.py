@@ -179,10 +179,10 @@ a batch with padding gives `DynamicCache`'s tokens in fp32 while all groups fit 
 *refused*: `KVSwapCache` raises `UnsupportedModelError` when it is opened, with this reason. A
 vision-language model is as its text model. Models with multi-head latent attention (MLA) keep the
 latent and the rotated key of a token, as `DynamicCache` does, in records without values; groups are
-chosen, and attended while decoding, by queries that have taken the expansion of keys in. They run on the CPU, in
-one process or in stages, with records in the model's dtype. Where an index of the model itself says
-which tokens each query attends (DeepSeek V3.2 and its kin), a step reads just those, and the tokens
-are equal under any budget that holds them.
+chosen, and attended while decoding, by queries that have taken the expansion of keys in. They run
+on the CPU, in one process or in stages, with records in the model's dtype. Where an index of the
+model itself says which tokens each query attends (DeepSeek V3.2 and its kin), a step reads just
+those, and the tokens are equal under any budget that holds them.
 `python -m tests.python.every_model > docs/models.md` writes this page, and
 `tests/python/test_hf_every_model.py` holds it true.
 
