@@ -320,6 +320,15 @@ Status Account::charge_loaded(const Batch& batch, int64_t groups, int64_t summar
   return charge_scored(arena, batch.size(), groups, "the tables and summaries of what was saved");
 }
 
+Status Account::charge_cluster_room(const Batch& batch, int64_t layer, int64_t room) {
+  if (room == 0) return Status::ok();
+  KVSWAP_RETURN_IF_ERROR(parts_.ledger.charge(Use::kSummary,
+                                              batch.size() * cluster_bytes(parts_.plan, room),
+                                              "the clusters of what was saved"));
+  parts_.clusters->grow(layer, room);
+  return Status::ok();
+}
+
 Status Account::charge_summary(const Batch& batch, int64_t layer) {
   const Batch::Layer& state = batch.layer(layer);
   const int64_t groups = state.sealed_groups + batch.due_groups(layer, state.positions);

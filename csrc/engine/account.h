@@ -45,6 +45,8 @@ class Account {
   /// Tables and scores of what is sealed, for a batch that grows to `sequences`.
   Status charge_batch(const Batch& batch, int64_t sequences);
   Status charge_projection(int64_t layer);
+  /// And makes room for clusters of so many tokens in a layer's rows, which have none.
+  Status charge_cluster_room(const Batch& batch, int64_t layer, int64_t room);
   /// Tables, scores and summaries of a batch that was saved with `groups` sealed.
   Status charge_loaded(const Batch& batch, int64_t groups, int64_t summary_bytes);
   /// The summary of a layer's groups, those due included.

@@ -48,7 +48,7 @@ void LayerStep::count_selecting(double spent, double seconds) {
 Status LayerStep::start_choice(const Question& question) {
   const EngineOptions& options = parts_.options;
   made_for_ = batch_.layer(layer_);
-  Groups& chosen = choosing();
+  Groups& chosen = is_prediction_ ? prefetch_.predicted() : chosen_;
   chosen.resize(batch_.size());
   is_asking_selector_ = parts_.plan.selects && !batch_.all_fit(layer_);
   if (is_asking_selector_) {
@@ -99,7 +99,7 @@ Status LayerStep::start_choice(const Question& question) {
 Status LayerStep::choose() {
   KVSWAP_ASSERT(state_ == State::kAsked);
   state_ = State::kIdle;
-  Groups& chosen = choosing();
+  Groups& chosen = is_prediction_ ? prefetch_.predicted() : chosen_;
   double seconds = 0;
   Status answered;
   {

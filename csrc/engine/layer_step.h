@@ -96,13 +96,13 @@ class LayerStep {
   void forget_choice();
 
   const Groups& chosen() const { return chosen_; }
+  /// What the session chose last that this one goes on from.
+  void set_chosen(Groups chosen) { chosen_ = std::move(chosen); }
   /// [batch][groups]: of the sequence's pool.
   const std::vector<std::vector<int32_t>>& pages() const { return reads_.pages(); }
 
  private:
   bool is_read() const { return state_ == State::kReading || state_ == State::kReady; }
-  /// Where the selector's answer goes.
-  Groups& choosing() { return is_prediction_ ? prefetch_.predicted() : chosen_; }
   Status start_choice(const Question& question);
   Status drop_prediction(Status error);
   void count_selecting(double spent, double seconds);

@@ -8,8 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "engine/saved_clusters.h"
 #include "engine/saved_kept.h"
 #include "engine/saved_names.h"
+#include "engine/saved_reuse.h"
 #include "kernels/float8_exponent.h"
 #include "kernels/records.h"
 
@@ -54,6 +56,7 @@ Status Loader::fill(const SavedCounts& counts, const SavedTensors& saved, Summar
   KVSWAP_RETURN_IF_ERROR(batch_.begin(counts.sequences, counts.positions));
   KVSWAP_RETURN_IF_ERROR(load_validity(counts, saved));
   KVSWAP_RETURN_IF_ERROR(load_projections(saved));
+  KVSWAP_RETURN_IF_ERROR(make_cluster_room(counts, saved));
   KVSWAP_RETURN_IF_ERROR(shared != nullptr ? share_summaries(counts.groups, *shared)
                                            : load_summaries(counts, saved));
   if (counts.groups > 0) KVSWAP_RETURN_IF_ERROR(load_tables(counts, saved));
@@ -61,9 +64,10 @@ Status Loader::fill(const SavedCounts& counts, const SavedTensors& saved, Summar
     batch_.layer(layer) = {counts.positions, counts.groups, counts.groups};
     KVSWAP_RETURN_IF_ERROR(load_sinks(layer, counts, saved));
     KVSWAP_RETURN_IF_ERROR(load_kept(parts_, batch_, {layer, counts}, saved));
+    KVSWAP_RETURN_IF_ERROR(load_waiting(parts_, batch_, layer, saved));
     KVSWAP_RETURN_IF_ERROR(load_tail(layer, counts, saved));
   }
-  return Status::ok();
+  return load_reuse(parts_, batch_, steps_, counts, saved);
 }
 
 Status Loader::load_validity(const SavedCounts& counts, const SavedTensors& saved) {
@@ -135,6 +139,15 @@ Status Loader::load_projections(const SavedTensors& saved) {
   return Status::ok();
 }
 
+Status Loader::make_cluster_room(const SavedCounts& counts, const SavedTensors& saved) {
+  for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
+    auto room = saved_cluster_room(parts_, layer, counts, saved);
+    if (!room.is_ok()) return room.status();
+    KVSWAP_RETURN_IF_ERROR(account_.charge_cluster_room(batch_, layer, room.value()));
+  }
+  return Status::ok();
+}
+
 Status Loader::load_summaries(const SavedCounts& counts, const SavedTensors& saved) {
   const int64_t tokens = counts.groups * parts_.options.group_tokens;
   int64_t bytes = 0;
@@ -190,6 +203,7 @@ Status Loader::load_tables(const SavedCounts& counts, const SavedTensors& saved)
       }
     }
   }
+  KVSWAP_RETURN_IF_ERROR(load_clusters(parts_, batch_, counts, saved, tables));
   parts_.store->restore(tables);
   return Status::ok();
 }

@@ -28,6 +28,23 @@ Status PastReader::load(const Groups& groups, std::byte* target,
                         const std::shared_ptr<void>& memory) {
   Fetch fetch;
   KVSWAP_RETURN_IF_ERROR(start(groups, target, fetch));
+  return load(fetch, memory);
+}
+
+Status PastReader::load(const Records& records, std::byte* target,
+                        const std::shared_ptr<void>& memory) {
+  KVSWAP_RETURN_IF_ERROR(sealer_.settle_layer(records.layer));
+  Fetch fetch;
+  fetch.layer = records.layer;
+  for (const int64_t id : records.ids) {
+    fetch.loads.push_back({records.sequence, id, -1, target, nullptr});
+    target += parts_.record_bytes();
+  }
+  KVSWAP_RETURN_IF_ERROR(parts_.fetcher->submit(fetch));
+  return load(fetch, memory);
+}
+
+Status PastReader::load(Fetch& fetch, const std::shared_ptr<void>& memory) {
   Status finished = finish(fetch);
   if (finished.is_pending()) abandon(fetch, memory);
   return finished;

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -55,6 +56,13 @@ class PastReader {
   }
   /// To `target`, a part of `memory`, which outlives the call where the disk hangs.
   Status load(const Groups& groups, std::byte* target, const std::shared_ptr<void>& memory);
+  /// Records of any numbers, pages of clusters among them.
+  struct Records {
+    int64_t layer = 0;
+    int64_t sequence = 0;
+    std::span<const int64_t> ids;
+  };
+  Status load(const Records& records, std::byte* target, const std::shared_ptr<void>& memory);
 
   /// Of groups that were read to `records`: those of e4m3 stay encoded; a sink's tokens are its
   /// own.
@@ -79,6 +87,7 @@ class PastReader {
   Status read(const Positions& positions, void* keys, void* values);
 
  private:
+  Status load(Fetch& fetch, const std::shared_ptr<void>& memory);
   Status read_sealed(const Positions& positions, const TokenView& target);
   Status read_tail(const Positions& positions, const TokenView& target);
   void unpack(const std::byte* record, int64_t group, const Positions& positions,

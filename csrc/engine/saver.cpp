@@ -6,11 +6,14 @@
 #include <cerrno>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <utility>
 
+#include "engine/saved_clusters.h"
 #include "engine/saved_kept.h"
 #include "engine/saved_names.h"
+#include "engine/saved_reuse.h"
 #include "io/error_text.h"
 #include "io/kernel.h"
 #include "io/wiping.h"
@@ -24,11 +27,6 @@ constexpr uint32_t kNoNumber = std::numeric_limits<uint32_t>::max();
 /// May what is held go on elsewhere, as a saved cache or a fork?
 Status check_can_go_on(const EngineParts& parts, const char* where) {
   const EngineOptions& options = parts.options;
-  if (parts.plan.has_clusters) {
-    return Status::invalid(std::string(where) +
-                           ": grouping must be 'runs', got 'clusters', which are not saved; open "
-                           "the cache without them");
-  }
   if (parts.plan.drops) {
     return Status::invalid(std::string(where) +
                            ": the session must have a directory, since without one what it drops "
@@ -65,6 +63,7 @@ Status Saver::settle() {
           std::to_string(layer) + "; end the forward pass, or crop() to the shortest");
     }
     KVSWAP_RETURN_IF_ERROR(sealer_.seal_overflow(layer));
+    KVSWAP_RETURN_IF_ERROR(clustering_.catch_up(layer));
   }
   KVSWAP_RETURN_IF_ERROR(sealer_.settle());
   return parts_.store->writes().flush();
@@ -124,40 +123,42 @@ Status Saver::copy(SaveTarget& target, uint64_t seed, Records& records,
   if (!buffer.is_ok()) return buffer.status();
   for (int64_t layer = 0; layer < parts_.options.layers; ++layer) {
     for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
-      const auto is_new = [&](int64_t group) {
-        return numbers[parts_.store->tables().number(layer, sequence, group)] == kNoNumber;
-      };
-      for (int64_t group = 0; group < sealed;) {
-        int64_t count = 0;
-        while (count < block && group + count < sealed && is_new(group + count)) ++count;
-        if (count > 0) {
-          KVSWAP_RETURN_IF_ERROR(copy_groups(target, seed, {layer, sequence, group, count},
-                                             buffer.value(), records, numbers));
-        }
-        group += std::max<int64_t>(1, count);
+      std::vector<int64_t> ids(sealed);
+      std::iota(ids.begin(), ids.end(), 0);
+      if (parts_.clusters_of(layer) != nullptr) {
+        const std::vector<int64_t> pages = cluster_page_ids(parts_.clusters->of(layer, sequence));
+        ids.insert(ids.end(), pages.begin(), pages.end());
+      }
+      std::erase_if(ids, [&](int64_t id) {
+        return numbers[parts_.store->tables().number(layer, sequence, id)] != kNoNumber;
+      });
+      for (int64_t first = 0; first < std::ssize(ids); first += block) {
+        const auto some = std::span(ids).subspan(first, std::min(block, std::ssize(ids) - first));
+        KVSWAP_RETURN_IF_ERROR(
+            copy_records(target, seed, {layer, sequence, some}, buffer.value(), records, numbers));
       }
     }
   }
   return Status::ok();
 }
 
-Status Saver::copy_groups(SaveTarget& target, uint64_t seed, const PastReader::Groups& groups,
-                          const std::shared_ptr<std::byte>& buffer, Records& records,
-                          std::vector<uint32_t>& numbers) {
+Status Saver::copy_records(SaveTarget& target, uint64_t seed, const PastReader::Records& some,
+                           const std::shared_ptr<std::byte>& buffer, Records& records,
+                           std::vector<uint32_t>& numbers) {
   const int64_t record_bytes = parts_.record_bytes();
-  KVSWAP_RETURN_IF_ERROR(past_.load(groups, buffer.get(), buffer));
-  for (int64_t i = 0; i < groups.count; ++i) {
-    const int64_t group = groups.first + i;
+  KVSWAP_RETURN_IF_ERROR(past_.load(some, buffer.get(), buffer));
+  for (int64_t i = 0; i < std::ssize(some.ids); ++i) {
+    const int64_t id = some.ids[i];
     const auto number = static_cast<uint32_t>(records.sums.size());
-    numbers[parts_.store->tables().number(groups.layer, groups.sequence, group)] = number;
+    numbers[parts_.store->tables().number(some.layer, some.sequence, id)] = number;
     const std::span bytes(buffer.get() + i * record_bytes, record_bytes);
-    const uint32_t sum = record_checksum(bytes, {seed, groups.layer, group, number + 1});
+    const uint32_t sum = record_checksum(bytes, {seed, some.layer, id, number + 1});
     records.sums.push_back({number, number + 1, sum});
     const size_t noted = records.notes.size();
     records.notes.resize(noted + parts_.plan.note_bytes);
-    parts_.store->copy_note(groups.layer, groups.sequence, group, records.notes.data() + noted);
+    parts_.store->copy_note(some.layer, some.sequence, id, records.notes.data() + noted);
   }
-  return target.write_records({buffer.get(), static_cast<size_t>(groups.count * record_bytes)});
+  return target.write_records({buffer.get(), some.ids.size() * static_cast<size_t>(record_bytes)});
 }
 
 Status Saver::save(SaveTarget& target) {
@@ -235,6 +236,11 @@ Result<Saver::Shared> Saver::share() {
   return shared;
 }
 
+Status Saver::verify_clusters(int64_t layer) {
+  KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
+  return kvswap::verify_clusters(parts_, batch_, past_, layer);
+}
+
 /// From now on records go to `next`.
 void Saver::seal_file(std::shared_ptr<DataFile> next) {
   const int64_t begin =
@@ -273,9 +279,11 @@ std::vector<SavedTensor> Saver::list(Records records, const Numbers& numbers, bo
     list_layer(layer, numbers, tensors);
     list_sinks(layer, tensors);
     list_kept(parts_, batch_, layer, tensors);
+    list_clusters(parts_, batch_, layer, numbers, tensors);
     parts_.selector->list_projections(layer, tensors);
     if (has_summaries) parts_.selector->summaries().list(layer, tensors);
   }
+  list_reuse(parts_, batch_, steps_, tensors);
   return tensors;
 }
 

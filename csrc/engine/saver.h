@@ -10,6 +10,7 @@
 #include "engine/base_files.h"
 #include "engine/batch.h"
 #include "engine/calls.h"
+#include "engine/clustering.h"
 #include "engine/layer_steps.h"
 #include "engine/past_reader.h"
 #include "engine/sealer.h"
@@ -38,14 +39,15 @@ class SaveTarget {
 class Saver {
  public:
   Saver(Calls& calls, EngineParts& parts, Batch& batch, Sealer& sealer, PastReader& past,
-        LayerSteps& steps, Appender& appender)
+        LayerSteps& steps, Appender& appender, Clustering& clustering)
       : calls_(calls),
         parts_(parts),
         batch_(batch),
         sealer_(sealer),
         past_(past),
         steps_(steps),
-        appender_(appender) {}
+        appender_(appender),
+        clustering_(clustering) {}
 
   Status save(SaveTarget& target);
 
@@ -58,6 +60,9 @@ class Saver {
     Summaries* summaries = nullptr;  // which the fork shares; null: they are among `tensors`
   };
   Result<Shared> share();
+
+  /// Reads all pages of a layer's clusters, which read_back() does not.
+  Status verify_clusters(int64_t layer);
 
  private:
   using Numbers = std::shared_ptr<const std::vector<uint32_t>>;  // of the store's record -> saved
@@ -74,9 +79,9 @@ class Saver {
     std::vector<int8_t> notes;
   };
   Status copy(SaveTarget& target, uint64_t seed, Records& records, std::vector<uint32_t>& numbers);
-  Status copy_groups(SaveTarget& target, uint64_t seed, const PastReader::Groups& groups,
-                     const std::shared_ptr<std::byte>& buffer, Records& records,
-                     std::vector<uint32_t>& numbers);
+  Status copy_records(SaveTarget& target, uint64_t seed, const PastReader::Records& some,
+                      const std::shared_ptr<std::byte>& buffer, Records& records,
+                      std::vector<uint32_t>& numbers);
   std::vector<SavedTensor> list(Records records, const Numbers& numbers, bool has_summaries);
   void list_records(Records records, std::vector<SavedTensor>& tensors) const;
   void list_layer(int64_t layer, const Numbers& numbers, std::vector<SavedTensor>& tensors);
@@ -90,6 +95,7 @@ class Saver {
   PastReader& past_;
   LayerSteps& steps_;
   Appender& appender_;
+  Clustering& clustering_;
 };
 
 }  // namespace kvswap

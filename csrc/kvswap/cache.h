@@ -91,7 +91,8 @@ class Cache {
   explicit Cache(const OpenArgs& args);
   explicit Cache(const Opening& opening);
   /// Goes on from a saved cache. `options`: saved.options(), perhaps with other promises, on
-  /// another device, with another reader and threads. Reads no record.
+  /// another device, with another reader and threads. Reads no record, of clusters those of its
+  /// reuse buffer.
   Cache(const SavedCache& saved, const CacheOptions& options);
   ~Cache();
   Cache(const Cache&) = delete;

@@ -127,7 +127,8 @@ namespace {
 /// The lowest one that says all of it, so that older readers open what they can.
 int64_t version_of(const Settings& settings) {
   const bool has_retained = settings.keeper != "none" && settings.keeper != "newest";
-  return has_retained ? kSavedVersion : 2;
+  if (settings.grouping == "clusters") return kSavedVersion;
+  return has_retained ? 3 : 2;
 }
 
 }  // namespace

@@ -22,9 +22,9 @@ struct SavedManifest {
   std::string facts = "{}";  // the program's own, JSON
 };
 
-/// 3 has retained tokens, and is written for caches that retain some; in 2 settings are in blocks;
-/// 1 is read too.
-inline constexpr int64_t kSavedVersion = 3;
+/// 4 has clusters, 3 has retained tokens, and each is written for caches that have some; in 2
+/// settings are in blocks; 1 is read too.
+inline constexpr int64_t kSavedVersion = 4;
 
 /// Throws ConfigError for facts that are no JSON object.
 std::string manifest_text(const SavedManifest& manifest);

@@ -237,6 +237,10 @@ void SavedCache::verify() const {
   options.settings.device_model.reset();
   EngineOptions checked = engine_options(options);
   const auto engine = open_engine(*this, options, nullptr);
+  const auto throw_damaged = [this](const Status& read) {
+    throw_status(Status::corrupt(
+        "verify: " + path() + "/" + kRecordsFile + " is damaged: " + read.message(), path()));
+  };
   const int64_t positions = engine->positions(0);
   const int64_t head_bytes = checked.kv_heads * checked.head_dim * dtype_bytes(checked.dtype);
   constexpr int64_t kPositionsAtOnce = 4096;
@@ -248,13 +252,13 @@ void SavedCache::verify() const {
         const int64_t end = std::min(positions, begin + kPositionsAtOnce);
         const Status read =
             engine->read_back(layer, sequence, begin, end, keys.data(), values.data());
-        if (read.code() == StatusCode::kCorrupt) {
-          throw_status(Status::corrupt(
-              "verify: " + path() + "/" + kRecordsFile + " is damaged: " + read.message(), path()));
-        }
+        if (read.code() == StatusCode::kCorrupt) throw_damaged(read);
         throw_status(read);
       }
     }
+    const Status pages = engine->saver().verify_clusters(layer);
+    if (pages.code() == StatusCode::kCorrupt) throw_damaged(pages);
+    throw_status(pages);
   }
 }
 

@@ -197,6 +197,27 @@ void PageMap::vacate(int64_t count) {
   is_ordered_ = false;
 }
 
+std::vector<PageMap::Held> PageMap::held() const {
+  std::vector<Held> held;
+  for (int32_t index = 0; index < pages(); ++index) {
+    if (!states_[index].is_filled) continue;
+    const ClusterState cluster = clusters_.empty() ? ClusterState{} : clusters_[index];
+    held.push_back({first_page_ + index, states_[index], cluster});
+  }
+  return held;
+}
+
+void PageMap::restore(uint64_t step, std::span<const Held> held) {
+  clear();
+  step_ = step;
+  for (const Held& one : held) {
+    const int32_t index = one.page - first_page_;
+    states_[index] = one.state;
+    if (!clusters_.empty()) clusters_[index] = one.cluster;
+    insert(one.state.key, index);
+  }
+}
+
 void PageMap::clear() {
   std::fill(states_.begin(), states_.end(), PageState{});
   std::fill(clusters_.begin(), clusters_.end(), ClusterState{});

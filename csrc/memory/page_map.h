@@ -47,6 +47,18 @@ class PageMap {
   int32_t find(uint64_t key) const;
 
   int32_t pages() const { return static_cast<int32_t>(states_.size()); }
+  /// What pages hold, for a session that goes on elsewhere.
+  struct Held {
+    int32_t page = -1;
+    PageState state;
+    ClusterState cluster;
+  };
+  std::vector<Held> held() const;
+  uint64_t step() const { return step_; }
+  int32_t first_page() const { return first_page_; }
+  /// The same of a map that is clear: pages and keys are distinct.
+  void restore(uint64_t step, std::span<const Held> held);
+
   /// At most four buckets and one place in the order a page.
   static constexpr int64_t bytes_per_page(Replacement replacement) {
     return sizeof(PageState) + 5 * sizeof(int32_t) +

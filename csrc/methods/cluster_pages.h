@@ -31,6 +31,10 @@ enum class Pack { kLoose, kAll };
 /// when it grows. Not thread-safe.
 class ClusterPages {
  public:
+  /// Of place(): no page, and the first that waits; further ones are lower.
+  static constexpr int32_t kNowhere = -1;
+  static constexpr int32_t kFirstWaiting = -2;
+
   ClusterPages(int64_t page_tokens, int64_t pages_a_cluster)
       : page_tokens_(page_tokens), pages_a_cluster_(pages_a_cluster) {}
 
@@ -81,11 +85,10 @@ class ClusterPages {
   /// Tokens from this one on stand nowhere; none of them waits any more. Returns slots that are
   /// empty since.
   std::vector<int32_t> truncate(int64_t tokens);
+  /// What was saved, where no token stands anywhere yet.
+  void restore(const std::vector<int32_t>& places);
 
  private:
-  static constexpr int32_t kNowhere = -1;
-  static constexpr int32_t kFirstWaiting = -2;
-
   int64_t slot_of(int64_t token) const { return places_[token] / page_tokens_; }
   /// Once the plan's tokens, wherever they stand, have left them.
   void divide_slots(ClusterPlan& plan) const;

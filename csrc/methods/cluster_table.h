@@ -9,6 +9,8 @@
 
 namespace kvswap {
 
+struct ClusterNumbers;
+
 /// Where a token is that is in no cluster.
 inline constexpr int32_t kInSinks = -3, kIsPending = -2, kInTail = -1;
 
@@ -34,6 +36,10 @@ class ClusterTable {
   std::span<const int32_t> size() const { return {size_.data(), static_cast<size_t>(count_)}; }
   std::span<const double> variance() const {
     return {variance_.data(), static_cast<size_t>(count_)};
+  }
+  /// [count]: members that are comparable
+  std::span<const int32_t> comparable() const {
+    return {counted_.data(), static_cast<size_t>(count_)};
   }
   /// [ceil(count / 16), width, 16]
   const float* centroids() const { return centroids_.data(); }
@@ -66,6 +72,7 @@ class ClusterTable {
   void forget_ahead() { ahead_.forget(); }
 
  private:
+  friend struct ClusterNumbers;
   OpenCentroids below(int64_t size) const;
   /// Mean and variance with one more key.
   MeanVariance grown(int64_t cluster, const float* key) const;

@@ -12,6 +12,8 @@
 
 namespace kvswap {
 
+struct ClusterNumbers;
+
 struct ClusterCounts {
   int64_t splits = 0;
   int64_t refused = 0;  // splits, for lack of numbers
@@ -86,6 +88,7 @@ class Clusters {
   void truncate(int64_t tokens);
 
  private:
+  friend struct ClusterNumbers;
   using Marks = std::vector<bool>;  // [clusters_max]
 
   void enter_block(const KeyRows& keys, int64_t end, const Execution& execution);

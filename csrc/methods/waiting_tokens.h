@@ -12,6 +12,13 @@ class WaitingTokens {
  public:
   static constexpr int64_t kNoCluster = -1;
 
+  struct Waiting {
+    int64_t cluster;
+    int64_t token;
+  };
+  /// In the order in which they came.
+  const std::vector<Waiting>& all() const { return waiting_; }
+
   int64_t count() const { return static_cast<int64_t>(waiting_.size()); }
   void add(int64_t cluster, int64_t token) { waiting_.push_back({cluster, token}); }
 
@@ -57,10 +64,6 @@ class WaitingTokens {
   }
 
  private:
-  struct Waiting {
-    int64_t cluster;
-    int64_t token;
-  };
   std::vector<Waiting> waiting_;
 };
 

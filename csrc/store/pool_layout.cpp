@@ -33,11 +33,12 @@ int64_t PoolLayout::place(const PlaceArgs& args) {
     return use(stretch->pool, first, args.count);
   }
   if (!args.instead.empty()) {
-    const auto pool = find(args.instead.front());
-    KVSWAP_ASSERT(pool != pools_.end());
-    const int64_t page = (args.instead.front() - pool->first) / record_bytes();
-    const int64_t first = place_near(pool->second, page, args.count);
-    if (first >= 0) return use(pool, first, args.count);
+    // What goes may stand in a file below the own one.
+    if (const auto pool = find(args.instead.front()); pool != pools_.end()) {
+      const int64_t page = (args.instead.front() - pool->first) / record_bytes();
+      const int64_t first = place_near(pool->second, page, args.count);
+      if (first >= 0) return use(pool, first, args.count);
+    }
   }
   for (const int64_t offset : open_.at(args.layer)) {
     const auto pool = pools_.find(offset);

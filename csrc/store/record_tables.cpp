@@ -76,6 +76,11 @@ void RecordTables::restore(const SavedTables& saved) {
         tables_[layer][sequence].numbers.push_back(number);
         records_.hold(number);
       }
+      if (saved.pages.empty()) continue;
+      for (const auto& [id, number] : saved.pages.at(layer).at(sequence)) {
+        records_.hold(number);
+        set_page(static_cast<int64_t>(layer), static_cast<int64_t>(sequence), id, number);
+      }
     }
   }
 }

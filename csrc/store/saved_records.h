@@ -24,6 +24,11 @@ struct SavedTables {
   std::vector<int8_t> notes;                               // [records, note_bytes]
   std::vector<std::vector<std::vector<uint32_t>>> tables;  // [layers][sequences][groups]
   std::vector<SeedRange> seeds;                            // rising
+  struct Page {
+    int64_t id = 0;  // negative
+    uint32_t number = 0;
+  };
+  std::vector<std::vector<std::vector<Page>>> pages = {};  // [layers][sequences]; or none
 };
 
 }  // namespace kvswap

@@ -116,13 +116,9 @@ def check_settings(option: str, settings: SwapConfig, why: str) -> None:
     Raises
     ------
     ConfigError
-        It cannot: it retains tokens by scores of a user's own, or chooses clusters.
+        It cannot: it retains tokens by scores of a user's own.
     """
     if settings.retention is not None and settings.retention.POLICY == "user":
         raise ConfigError(
             f"{option}: retention.policy must not be user, whose scores cannot be saved; {why}"
-        )
-    if settings.clusters is not None:
-        raise ConfigError(
-            f"{option}: clusters must be left out, got some, which cannot be saved; {why}"
         )

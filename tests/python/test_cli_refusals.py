@@ -36,7 +36,6 @@ __all__ = ["document"]  # a fixture
         (["--path", "/dev/null"], "got /dev/null, which is not one; choose another path"),
         (["--save", "no/book"], "--save: its parent must be a folder that takes a new one, got no"),
         (["--save", "/tmp"], "--save: /tmp must not exist, and does"),
-        (["--save", "book", "--preset", "dynakv"], "--preset dynakv: clusters must be left out"),
     ],
 )
 def test_what_is_refused_before_a_model_is_looked_for(

@@ -365,10 +365,8 @@ def test_the_command(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.M
     keys.write_text("\n")
     asked = SwapConfig(summary=Summary(kind="none"), retention=UserRetention())
     asked.save(tmp_path / "keeps.json")
-    SwapConfig.preset("dynakv").save(tmp_path / "clusters.json")
     for more, told in (
         (["--config", str(tmp_path / "keeps.json")], "--config: retention.policy must not be user"),
-        (["--config", str(tmp_path / "clusters.json")], "--config: clusters must be left out"),
         ([], "--api-key-file must be given to listen on 0.0.0.0"),
         (["--api-key-file", str(keys)], "must have a key"),
         (["--continuous-batching"], "a paged cache of its own"),

@@ -305,14 +305,6 @@ def test_texts_that_are_nothing_to_cluster(tmp_path, kind):
             torch.testing.assert_close(answer, torch.ones_like(answer))
 
 
-def test_saving_and_forking_are_refused_by_name(tmp_path, llama):
-    with KVSwapCache(llama, tmp_path, small(groups_max=8, pages_max=16)) as cache:
-        greedy(llama, prompt(1, 60), cache, tokens=4)
-        for call in (lambda: cache.save(tmp_path / "saved"), cache.fork):
-            with pytest.raises(ValueError, match="grouping must be 'runs', got 'clusters'"):
-                call()
-
-
 def test_a_device_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="grouping must be 'runs' where pages are a device's"):
         native(clustered(tmp_path, "all", "sum", {"device": "host"}))

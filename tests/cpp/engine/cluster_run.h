@@ -108,7 +108,7 @@ class ClusterRun {
   /// Before each of these something may happen.
   void live(int64_t actions, const Mend& mend = nullptr,
             const std::function<void()>& before_each = nullptr) {
-    int64_t batch = run_.draw(1, 3);
+    int64_t batch = engine().batch() > 0 ? engine().batch() : run_.draw(1, 3);
     for (int64_t i = 0; i < actions && !testing::Test::HasFatalFailure(); ++i) {
       if (before_each) before_each();
       const int64_t action = engine().batch() == 0 ? 0 : run_.draw(0, 19);
