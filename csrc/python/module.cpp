@@ -12,6 +12,7 @@
 #include "python/replay.h"
 #include "python/saved.h"
 #include "torch/element_type.h"
+#include "torch/expanded_queries.h"
 #include "torch/tensor_cache.h"
 
 namespace py = pybind11;

@@ -10,9 +10,10 @@
 
 #include "kvswap/cache.h"
 #include "kvswap/saved_cache.h"
-#include "torch/expanded_queries.h"
 
 namespace kvswap {
+
+struct ExpandedQueries;  // torch/expanded_queries.h
 
 /// What attention does to its scores beside scaling them: Gemma 2 caps them, gpt-oss has sinks.
 struct ScoreTerms {

@@ -52,7 +52,6 @@ def test_what_is_refused_before_a_model_is_looked_for(
         (["serve", "--store", "/tmp", "--path", "/nope"], "--path: must be a directory"),
         (["serve", "--store", "/tmp", "--device", "foo"], "--device: must be cpu or cuda"),
         (["serve", "--store", "/tmp", "--preset", "snapkv"], "--preset: must be one that drops no"),
-        (["serve", "--store", "/tmp", "--preset", "dynakv"], "--preset dynakv: clusters must be"),
         (["serve", "--store", "/tmp", "--preset", "quest", "--config", "x"], "--config: must be"),
         (["ingest", "a.txt", "-o", "no/book"], "--output: its parent must be a folder"),
         (["ingest", "a.txt", "-o", "/nope-book", "--path", "/nope"], "--path: must be a directory"),
