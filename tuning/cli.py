@@ -170,10 +170,7 @@ def main(
             records=records,
             projection=projection,
         )
-        check_directory("--path", path)
-        check_file("--out", out)
-        if json_out not in (None, Path("-")):
-            check_file("--json", json_out)
+        _check_places(path, out, json_out)
         parse_bytes(kv_memory, "--kv-memory")
         check_format(weights)
         wanted = "a model's folder or name"
@@ -214,6 +211,13 @@ def main(
     except (KVSwapError, ImportError, OSError, ValueError) as error:
         print_error(error)
         raise typer.Exit(1) from error
+
+
+def _check_places(path: Path, out: Path, json_out: Path | None) -> None:
+    check_directory("--path", path)
+    check_file("--out", out)
+    if json_out not in (None, Path("-")):
+        check_file("--json", json_out)
 
 
 def _usual_context(model: Any) -> int:

@@ -373,7 +373,7 @@ def test_the_command(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.M
         (["--store-limit", "x"], "--store-limit"),
         (["--model", str(tmp_path)], "--model: must be a model's folder"),
         (["--device", "mps"], "--device: must be cpu or cuda"),
-        (["--host", "localhost", "--path", str(tmp_path / "no")], "directory must exist, got"),
+        (["--host", "localhost", "--path", str(tmp_path / "no")], "--path: must be a directory"),
         (["--host", "localhost", "--kv-memory", "1KiB"], "kv_memory_bytes: must be at least"),
     ):
         with pytest.raises((KVSwapError, ValueError), match=told):
