@@ -16,12 +16,12 @@ class CacheOptions:
     device_model: str | None
     directory: str
     dtype: torch.dtype
+    exclude_from_summary: bool
     grouping: str
     heads: str
     io_mode: str
     is_calibrated: bool
     keep_count: str
-    keep_excluded: bool
     keep_scores: str
     keep_share: str
     keeper: str
