@@ -23,6 +23,7 @@ from kvswap_torch.few_bits import check_format
 from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.positions import most_positions
 
+WANTED = "a model's folder or name"
 USUAL_CONTEXT = 32768  # tokens
 INTERRUPTED = "interrupted; what was measured is kept, the same command goes on from it"
 
@@ -171,13 +172,12 @@ def main(
             projection=projection,
         )
         _check_places(path, out, json_out)
-        parse_bytes(kv_memory, "--kv-memory")
+        memory = parse_bytes(kv_memory, "--kv-memory")
         check_format(weights)
-        wanted = "a model's folder or name"
-        network = load_model(model, say=console.print, wanted=wanted, weights=weights)
+        network = load_model(model, say=console.print, wanted=WANTED, weights=weights)
         context = max_context or _usual_context(network)
         if preset:
-            place = (context, max_batch, parse_bytes(kv_memory, "--kv-memory"), path)
+            place = (context, max_batch, memory, path)
             config = _tune_preset(network, preset, place, model, calibration, device, out, console)
             if json_out is not None:
                 write_json(config, json_out)
@@ -200,8 +200,7 @@ def main(
         config = result.save(out)
         print_result(result, console)
         console.print(f"wrote {config.source} and {config.projection_path}")
-        page = result.report(work or out.with_suffix(".tuning")) if report else None
-        if page is not None:
+        if page := result.report(work or out.with_suffix(".tuning")) if report else None:
             console.print(f"wrote {page}: why these settings")
         if json_out is not None:
             write_json(config, json_out, report=page)
