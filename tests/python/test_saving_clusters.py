@@ -14,7 +14,7 @@ import torch
 from kvswap_torch import CorruptionError, KVSwapCache, KVSwapError
 from kvswap_torch._C import SavedCache
 from tests.python.faulty_kernel import checksum_of
-from tests.python.saved_conversation import goes_on
+from tests.python.saved_conversation import beams_are_equal, goes_on
 from tests.python.saved_manifest import resigned
 from tests.python.test_presets_generate import model_of, small
 from tests.python.tiny_models import forward, greedy, has_native, prompt, tiny_model
@@ -87,13 +87,7 @@ def test_crops_beams_and_longer_prompts_after_opening(tmp_path: Path) -> None:
                 assert torch.equal(one, other)
                 for each in both:
                     each.crop(-20)
-            for each in both:
-                each.batch_repeat_interleave(3)
-                each.batch_select_indices(torch.tensor([2, 0]))
-            for step in range(12):
-                token = prompt(2, 1, seed=step)["input_ids"]
-                one, other = (forward(model, token, each) for each in both)
-                assert torch.equal(one, other)
+            beams_are_equal(model, both)
 
 
 def test_a_flipped_bit_in_a_page_of_a_cluster_is_found_by_verify(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kvswap_torch import CorruptionError, KVSwapCache, KVSwapError
 from kvswap_torch.config import UserRetention
 from kvswap_torch.plug_ins import TokenScores
 from tests.python.faulty_kernel import checksum_of
-from tests.python.saved_conversation import goes_on
+from tests.python.saved_conversation import beams_are_equal, goes_on
 from tests.python.saved_manifest import resigned
 from tests.python.test_presets_generate import model_of, small
 from tests.python.tiny_models import TIGHT, forward, greedy, has_native, prompt
@@ -80,13 +80,7 @@ def test_crops_beams_and_longer_prompts_after_opening(name: str, tmp_path: Path)
                 each.crop(-60)
             one, other = (forward(model, ids[:, :3], each) for each in caches)
             assert torch.equal(one, other)
-            for each in caches:
-                each.batch_repeat_interleave(3)
-                each.batch_select_indices(torch.tensor([2, 0]))
-            for step in range(12):
-                token = prompt(2, 1, seed=step)["input_ids"]
-                one, other = (forward(model, token, each) for each in caches)
-                assert torch.equal(one, other)
+            beams_are_equal(model, caches)
 
 
 def test_a_fork_of_a_fork_and_its_end_change_nothing(tmp_path: Path) -> None:
