@@ -38,9 +38,14 @@ def test_attributes_have_version_1s_words() -> None:
         SwapConfig(rows="none", keeper="observed", keep_heads=[0, 4]),
         SwapConfig(grouping="clusters", rows="centroid", look_ahead=True, audit_every=3),
     ):
-        assert {name: getattr(config, name) for name in PATHS} == flat_settings(config)
+        engines = flat_settings(config)
+        assert {name: getattr(config, name) for name in PATHS} == {
+            name: engines[name] for name in PATHS
+        }
     with pytest.raises(AttributeError, match="no attribute 'groups'"):
         _ = SwapConfig().groups
+    with pytest.raises(AttributeError, match="no attribute 'exclude_from_summary'"):
+        _ = SwapConfig().exclude_from_summary  # younger than version 1, so no name of it
 
 
 def test_another_summary_has_its_own_score_unless_one_is_named() -> None:
