@@ -4,43 +4,21 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import platform
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvswap_torch.compare.machine import facts
+
 RESULTS = Path(__file__).parent / "results"
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """Processor, memory, disk and versions; no names of people, hosts or folders."""
-    import torch
-    import transformers
-
-    from kvswap_torch import _C, __version__
-
-    disk = dict(_C.system_info(str(path)))
-    return {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "-m", "bench", _name(), *sys.argv[1:]]),
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
-        "kernel": platform.release(),
-        "file_system": _file_system(Path(path)),
-        "direct": disk.get("takes_direct"),
-        "simd": disk["simd"],
-        "versions": {
-            "kvswap_torch": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "load_average": os.getloadavg()[0],
-    }
+    """Date, command, and the machine's `facts`."""
+    command = shlex.join(["python", "-m", "bench", _name(), *sys.argv[1:]])
+    return {"date": datetime.date.today().isoformat(), "command": command} | facts(path)
 
 
 def memory_bytes(kinds: Sequence[str] = ("RssAnon",), pid: int | str = "self") -> int:
@@ -62,19 +40,3 @@ def _name() -> str:
     main = Path(sys.argv[0]).resolve()
     # A package is run by its __main__.py.
     return main.parent.name if main.stem == "__main__" else main.stem
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
-
-
-def _file_system(path: Path) -> str:
-    best, kind = "", "?"
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, mount, name, *_ = line.split()
-        if str(path.resolve()).startswith(mount) and len(mount) >= len(best):
-            best, kind = mount, name
-    return kind

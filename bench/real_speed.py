@@ -24,10 +24,10 @@ from rich.progress import track
 from transformers import DynamicCache
 
 from bench import machine
-from bench.quality.budget import Bytes
 from bench.quality.methods import parse
 from bench.quality.product import Product
 from bench.reading import open_held_out, read, step_seconds
+from kvswap_torch.compare.budget import Bytes
 from kvswap_torch.config.engine import engine_value
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.tuning.documents import TURNS_MAX

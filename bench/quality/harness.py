@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from bench.quality.budget import Bytes
 from bench.quality.document import Document, Writer
-from bench.quality.journal import Journal, digest_of
 from bench.quality.methods import FULL, product_settings
 from bench.quality.plan import Stretch
 from bench.quality.product import Product
 from bench.quality.text import Texts
 from bench.quality.told import tell
 from bench.quality.wording import ReferenceWording, wording_for
+from kvswap_torch.compare.budget import Bytes
+from kvswap_torch.compare.journal import Journal, digest_of
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.half_linear import replace_linear
 from kvswap_torch.hf.families import config_hash, model_parts

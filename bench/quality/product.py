@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.quality.budget import Bytes
 from bench.quality.document import Document, Sample
 from bench.quality.heads import stored_heads
 from bench.quality.told import Told, score_sample
+from kvswap_torch.compare.budget import Bytes
 from kvswap_torch.config import PATHS, SwapConfig
 from kvswap_torch.config.engine import NAMES, engine_value, renamed
-from kvswap_torch.keep import drops
 from kvswap_torch.preset import find
 
 if TYPE_CHECKING:
@@ -90,23 +89,10 @@ class Product:
                 return cls(name, None, budget, question, settings["preset"])
             if find(settings["preset"]).needs:
                 changed = stored_heads(size.identity) | changed
-            config = cls._of_preset(settings["preset"], changed, budget, size)
+            config = size.of_preset(settings["preset"], changed, budget)
         elif changed:
             config = (config or SwapConfig()).with_settings(changed)
         return cls(name, config, budget, question)
-
-    @staticmethod
-    def _of_preset(
-        name: str, changed: dict[str, Any], budget: int | None, size: Bytes
-    ) -> SwapConfig:
-        """Its settings."""
-        preset = find(name)
-        config = SwapConfig.preset(name, changed, model=size.identity)
-        if budget is None:
-            return config
-        if drops(config):
-            return size.with_fewer_tokens(config, budget)
-        return (size.fitted if preset.divides else size.with_fewer_groups)(config, budget)
 
     def opened(self, model: Any, path: str | Path, context: int) -> KVSwapCache:
         """Its cache for one sequence of so many tokens; the caller closes it."""

@@ -13,8 +13,8 @@ from rich.table import Table
 from bench import machine
 from bench.quality.harness import Harness
 from bench.quality.methods import FULL
-from bench.quality.statistics import Interval, bootstrap, paired
 from bench.quality.tasks import LANGUAGE, NEEDLES
+from kvswap_torch.compare.statistics import Interval, bootstrap, paired
 
 RESULTS = machine.RESULTS / "quality"
 ABLE = 0.5  # exact answers with the full cache below which a task is left out

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache
 
 from bench.quality.document import Document, Sample
-from kvswap_torch.errors import UnsupportedModelError
+from kvswap_torch.hf.full_cache import full_cache
 
 CHUNK = 4096  # tokens of a document per forward pass
 
@@ -44,12 +43,7 @@ def tell(model: Any, document: Document) -> Told:
     UnsupportedModelError
         For a model with sliding windows, whose cache cannot be cut back to the document.
     """
-    cache = DynamicCache(config=model.config)
-    if any(cache.is_sliding):
-        raise UnsupportedModelError(
-            f"quality: {type(model).__name__} must have full attention in every layer, has it in "
-            f"{cache.is_sliding.count(False)} of {len(cache.is_sliding)}"
-        )
+    cache = full_cache(model, "quality")
     for ids in document.ids.split(CHUNK):
         model(input_ids=ids[None], past_key_values=cache, logits_to_keep=1)
     rows = {}

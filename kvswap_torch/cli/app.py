@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from kvswap_torch.cli import calibrate, fit, presets, saved_app, serve
+from kvswap_torch.cli import calibrate, compare, fit, presets, saved_app, serve
 from kvswap_torch.cli.completion import saved_caches
 from kvswap_torch.cli.report import print_error, print_interrupted
 from kvswap_torch.cli.saved_app import Preset, Weights
@@ -272,6 +272,7 @@ saved_app.add_to(app)
 app.command("presets")(presets.main)
 app.command("fit", help=fit.HELP)(fit.main)
 app.command("serve", help=serve.HELP)(serve.serve)
+app.command("compare", help=compare.HELP)(compare.main)
 app.command("calibrate", help=calibrate.HELP)(calibrate.main)
 app.command("tune", help=tuning.HELP)(tuning.main)
 

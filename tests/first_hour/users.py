@@ -67,17 +67,24 @@ def _over_a_book(page: str, folder: Path, given: Given) -> Typist:
 
 
 def researcher(folder: Path, given: Given) -> Typist:
-    """Three methods in a table, from a clone."""
-    own = {"SOURCES": str(ROOT), "torch 'setuptools": f"{given.torch} 'setuptools",
-           "pip install": "pip install -q"}  # fmt: skip
-    reader = Typist("researcher", folder, own)
-    told = ""
+    """Three methods in a table, on questions of one's own."""
+    book(folder)
+    asked = {"document": (folder / "book.txt").read_text(encoding="utf-8"),
+             "question": QUESTION, "answer": ANSWER}  # fmt: skip
+    (folder / "x.jsonl").write_text(json.dumps(asked) + "\n", encoding="utf-8")
+    own = {"--model DIR": f"--model {MODEL}"}
+    reader = Typist("researcher", folder, _pip_once(given.words()) | own)
     for command in reader.unread():
         told = reader.type(command)
-    must_say(told, "full", "product:memory=1/8", "quest:memory=1/8", "snapkv:memory=1/8")
-    results = folder / "kvswap_torch" / "bench" / "results" / "quality" / "first.json"
-    if len(json.loads(results.read_text(encoding="utf-8"))["lengths"]) != 1:
-        raise WentWrongError(f"{results}: must have one length")
+        if command.startswith("kvswap compare"):
+            must_say(told, "4 runs")
+    for name, budget in (("compare", "tokens:1024"), ("memory", "bytes:1/4")):
+        results = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        found = {each["name"]: each["budget"] for each in results["methods"] if each["runs"]}
+        wanted = {"full": None, "kvswap": budget, "quest": budget, "snapkv": budget}
+        right = {each["name"]: each["summary"]["accuracy"][0] for each in results["methods"]}
+        if found != wanted or right["full"] != 1.0 or right["kvswap"] != 1.0:
+            raise WentWrongError(f"{name}.json: must have {wanted}, has {found}, right: {right}")
     return reader
 
 

@@ -6,11 +6,11 @@ import pytest
 
 import kvswap_torch
 from bench.pages.presets import joined, preset_rows
-from bench.quality.budget import Bytes
 from bench.quality.methods import parse
 from bench.quality.plan import SHARES, make_plan, preset_method
 from bench.quality.product import Product
 from kvswap_torch import BudgetError
+from kvswap_torch.compare.budget import Bytes
 from kvswap_torch.hf.families import model_parts
 from tests.python.tiny_models import has_native, tiny_model
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from bench.quality import report
-from bench.quality.budget import Bytes
 from bench.quality.document import Sample
 from bench.quality.harness import REFERENCE, Harness, Setting
-from bench.quality.journal import Journal
 from bench.quality.methods import parse, product_settings
 from bench.quality.plan import DEFAULTS, make_plan
 from bench.quality.product import Product
-from bench.quality.statistics import bootstrap, paired
 from bench.quality.told import answer_rows, score_sample
+from kvswap_torch.compare.budget import Bytes
+from kvswap_torch.compare.journal import Journal
+from kvswap_torch.compare.statistics import bootstrap, paired
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import model_parts
 from tests.python.tiny_models import has_native, tiny_model

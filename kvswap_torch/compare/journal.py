@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,22 @@ class Journal:
     ----------
     path
         Created when it is not there.
+    key
+        Fields that name a line: a later one of the same names takes an earlier one's place.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, key: Sequence[str] = ("length", "document", "method")):
         self.path = path
-        self._lines: dict[tuple[int, int, str], dict[str, Any]] = {}
+        self._fields = tuple(key)
+        self._lines: dict[tuple[Any, ...], dict[str, Any]] = {}
         if path.exists():
             for text in path.read_text(encoding="utf-8").splitlines():
                 line = _parse(text)
                 if line is not None:
-                    self._lines[_key(line)] = line
+                    self._lines[self._key(line)] = line
 
-    def has(self, length: int, document: int, method: str) -> bool:
-        return (length, document, method) in self._lines
+    def has(self, *key: Any) -> bool:
+        return key in self._lines
 
     def add(self, line: dict[str, Any]) -> None:
         """Appends a line; on disk when this returns."""
@@ -40,7 +43,7 @@ class Journal:
             if self._is_cut_short():
                 file.write("\n")
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self._lines[_key(line)] = line
+        self._lines[self._key(line)] = line
 
     def _is_cut_short(self) -> bool:
         """Whether a run was killed in the middle of a line."""
@@ -52,12 +55,11 @@ class Journal:
             return file.read(1) != b"\n"
 
     def lines(self) -> list[dict[str, Any]]:
-        """All of them, by length, document and method."""
+        """All of them, sorted by what names them."""
         return [self._lines[key] for key in sorted(self._lines)]
 
-
-def _key(line: dict[str, Any]) -> tuple[int, int, str]:
-    return line["length"], line["document"], line["method"]
+    def _key(self, line: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(line[field] for field in self._fields)
 
 
 def _parse(text: str) -> dict[str, Any] | None:

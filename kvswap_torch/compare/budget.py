@@ -9,6 +9,8 @@ from kvswap_torch.config import ModelIdentity, SwapConfig
 from kvswap_torch.config.nested import settings_of
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import model_parts
+from kvswap_torch.keep import drops
+from kvswap_torch.preset import find
 from kvswap_torch.sizing import ModelShape, Request, fit_budget, too_small
 from kvswap_torch.tuning.settings import Demand, Need, engine_need
 
@@ -97,6 +99,24 @@ class Bytes:
             if need(at(step))["total"] <= budget_bytes:
                 return at(step)
         raise BudgetError(too_small(Request(budget_bytes, self.context, 1), need(at(1)), at(1)))
+
+    def of_preset(self, name: str, changed: dict[str, Any], budget_bytes: int | None) -> SwapConfig:
+        """A preset's settings, changed ones among them, in a budget.
+
+        Raises
+        ------
+        BudgetError
+            When even its smallest do not fit.
+        ConfigError
+            For settings that the preset refuses.
+        """
+        preset = find(name)
+        config = SwapConfig.preset(name, changed, model=self.identity)
+        if budget_bytes is None:
+            return config
+        if drops(config):
+            return self.with_fewer_tokens(config, budget_bytes)
+        return (self.fitted if preset.divides else self.with_fewer_groups)(config, budget_bytes)
 
     def share(self, text: str) -> int:
         """``1/13`` or ``0.1`` of the full cache, in bytes."""

@@ -1,0 +1,234 @@
+"""``kvswap compare``: methods beside the full cache, on questions of your own."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvswap_torch.cli.completion import preset_names
+from kvswap_torch.cli.load import load_model, load_tokenizer
+from kvswap_torch.cli.prompt import make_prompt
+from kvswap_torch.cli.saved_app import Weights
+from kvswap_torch.cli.targets import check_directory, check_file
+from kvswap_torch.errors import ConfigError
+from kvswap_torch.memory_size import format_bytes
+
+TABLE_WIDTH = 160
+LINE_SECONDS = 10.0
+JOURNAL = ".journal.jsonl"
+HELP = """\
+Compare methods on questions of your own: accuracy, loss, memory, bytes read and time.
+
+--data has a JSON object on each line: document, question, answer. LongBench's and RULER's fields \
+are known too. Each method reads a document once and is asked all its questions.
+
+  kvswap compare --model DIR --data questions.jsonl --methods kvswap,quest,snapkv \
+--budget tokens:1024
+
+A method is a preset (kvswap presets) or module.Class of a plug-in, with settings after colons: \
+quest:selection.group_tokens=32. A budget is tokens:N attended in a step, bytes:1/13 of the full \
+cache, or bytes:64MiB; repeat --budget for a curve.
+
+It says what it costs before it begins (--dry-run: and ends), and goes on where it was stopped. \
+The table, OUT.json and OUT.svg have all that was measured so far.
+"""
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Folder of a Hugging Face model.", metavar="DIR")],
+    data: Annotated[Path, typer.Option(help="JSON lines.", metavar="FILE")],
+    methods: Annotated[
+        str,
+        typer.Option(help="Presets and plug-ins, commas between.", autocompletion=preset_names),
+    ] = "kvswap",
+    budget: Annotated[
+        list[str] | None, typer.Option(help="tokens:N, bytes:1/13 or bytes:64MiB; repeat.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Results; the plot and a journal stand beside.", metavar="OUT.json")
+    ] = Path("compare.json"),
+    add: Annotated[
+        list[Path] | None,
+        typer.Option(help="Results of others, for the same table; repeat.", metavar="FILE"),
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full/--no-full", help="Also the full cache, in memory.")
+    ] = True,
+    accuracy: Annotated[
+        Literal["contains", "exact"],
+        typer.Option(help="An answer has the expected one in it, or is it token by token."),
+    ] = "contains",
+    questions: Annotated[
+        Literal["steps", "chunk"],
+        typer.Option(help="Read a question token by token under selection, or in one exact pass."),
+    ] = "steps",
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Longest answer, in tokens.", metavar="N")
+    ] = 32,
+    path: Annotated[
+        Path, typer.Option(help="Folder on the disk for the caches.", metavar="DIR")
+    ] = Path("."),
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Of weights and KV; auto: as the model says."),
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="Where the model is: cpu, cuda, cuda:1.")] = "cpu",
+    weights: Weights = None,
+    prompt_template: Annotated[
+        str, typer.Option(help="auto, or a text with {document} and {question}.", metavar="TEXT")
+    ] = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what it would cost, and end.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the results as JSON, too.")
+    ] = False,
+) -> None:
+    # All that can be refused is refused before a model is loaded.
+    from kvswap_torch.compare import results as files
+    from kvswap_torch.compare.asking import Way
+    from kvswap_torch.compare.comparison import Comparison
+    from kvswap_torch.compare.data import Questions
+    from kvswap_torch.compare.machine import facts
+    from kvswap_torch.compare.method import Budget, Method
+    from kvswap_torch.compare.plot import draw
+
+    console = Console(stderr=as_json)
+    if console.width < TABLE_WIDTH and not console.is_terminal:
+        console = Console(stderr=as_json, width=TABLE_WIDTH)
+    chosen = [Method.parse(name) for name in filter(None, methods.replace(" ", "").split(","))]
+    if not chosen:
+        raise ConfigError("--methods: must have a name at least, got none; see kvswap presets")
+    budgets = [Budget.parse(text) for text in budget or ["tokens:1024"]]
+    if out.suffix != ".json":
+        raise ConfigError(f"--out: must end with .json, got {out}")
+    plot = out.with_suffix(".svg")
+    for target in (out, plot):
+        check_file("--out", target)
+    check_directory("--path", path)
+    asked = Questions(data)
+    others = [(files.read(file), str(file)) for file in add or ()]
+    tokenizer = load_tokenizer(model)
+    prompt = make_prompt(prompt_template, tokenizer)
+    loaded = load_model(model, dtype, device, say=console.print, weights=weights)
+    comparison = Comparison(
+        loaded, tokenizer, prompt, asked, chosen, budgets, Way(accuracy, questions, max_new_tokens),
+        path, out.with_name(out.stem + JOURNAL), is_beside_full=full,
+    )  # fmt: skip
+    cost = comparison.cost()
+    for line in cost_lines(cost, path):
+        console.print(line, highlight=False, soft_wrap=True)
+    if dry_run:
+        return
+    comparison.run(_Progress(cost.left, console).say)
+    results = comparison.results()
+    results["machine"] = {"date": datetime.date.today().isoformat()} | facts(path)
+    for more, where in others:
+        files.added(results, more, where)
+    files.summarised(results)
+    files.write(out, results)
+    plot.write_text(draw(results), encoding="utf-8")
+    show(results, console)
+    console.print(f"wrote {out} and {plot}", highlight=False)
+    if as_json:
+        print(json.dumps(results))
+
+
+def cost_lines(cost: Any, path: Path) -> list[str]:
+    """What a comparison takes, in words."""
+    done = cost.runs - cost.left
+    minutes = math.ceil(cost.seconds / 60)
+    lines = [
+        f"{_count(cost.questions, 'question')} about {_count(cost.documents, 'document')} of "
+        f"{cost.tokens:,} tokens, the longest {cost.longest:,} with its answer",
+        f"{_count(cost.runs, 'run')} (a document read once by a method), {done} done before; to "
+        f"come: {cost.read_tokens:,} tokens read, at most {cost.steps:,} decoded: about "
+        f"{_count(minutes, 'minute')}, and more for long documents",
+        f"disk: {format_bytes(cost.disk_bytes)} at once in {path}; memory: the model's"
+        + (
+            f", and {format_bytes(cost.memory_bytes)} for the full cache (--no-full leaves it out)"
+            if cost.memory_bytes
+            else ", and the budget's"
+        ),
+    ]
+    return lines if cost.left else [lines[0], f"all {_count(cost.runs, 'run')} done before"]
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    """The table; lines of methods that cannot do with a budget say why."""
+    baseline = results["baseline"]
+    table = Table(box=None, pad_edge=False)
+    heads = ("method", "budget", "memory", "accuracy", f"to {baseline}", "loss",
+             f"to {baseline}", "read/token", "ms/token")  # fmt: skip
+    for number, head in enumerate(heads):
+        table.add_column(head, justify="left" if number < 2 else "right", no_wrap=number < 2)
+    for method in results["methods"]:
+        told = method.get("summary")
+        if told:
+            table.add_row(escape(method["name"]), method["budget"] or "", *cells(told))
+    console.print(table)
+    for method in results["methods"]:
+        for document, why in sorted(method.get("impossible", {}).items())[:1]:
+            what = f"{method['name']} at {method['budget']}, document {int(document) + 1}: {why}"
+            console.print(escape(what), highlight=False, soft_wrap=True)
+    documents = results["data"]["documents"]
+    words = f"Intervals of 95 %, whole documents drawn again: {_count(documents, 'document')}"
+    if documents == 1:
+        words += ", so that there is nothing to draw from and they say nothing"
+    console.print(f"{words}.", highlight=False, soft_wrap=True)
+
+
+def cells(told: dict[str, Any]) -> list[str]:
+    """A method's, from its summary."""
+    memory, share = told["memory_bytes"], told["memory_share"]
+    read, ms = told["bytes_read_per_token"], told["ms_per_token"]
+    return [
+        "-" if memory is None else f"{format_bytes(round(memory))} (1/{1 / share:.1f})",
+        interval(told["accuracy"], ".2f"),
+        interval(told["accuracy_difference"], "+.2f"),
+        "-" if told["loss"] is None else f"{told['loss'][0]:.3f}",
+        interval(told["loss_difference"], "+.3f"),
+        "-" if read is None else format_bytes(round(read)),
+        "-" if ms is None else f"{ms:.1f}",
+    ]
+
+
+def interval(value: Any, form: str) -> str:
+    """``0.95 (0.90 to 1.00)``."""
+    if value is None:
+        return "-"
+    return f"{value[0]:{form}} ({value[1]:{form}} to {value[2]:{form}})"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+class _Progress:
+    """A line before a run, at most every ten seconds."""
+
+    def __init__(self, runs: int, console: Console):
+        self._runs, self._console = runs, console
+        self._began = self._said = time.monotonic()
+
+    def say(self, run: Any, done: int) -> None:
+        now = time.monotonic()
+        if done and now - self._said < LINE_SECONDS:
+            return
+        self._said = now
+        left = "" if not done else (
+            f", about {(now - self._began) / done * (self._runs - done):,.0f} s left")  # fmt: skip
+        what = f"{run.name} {run.budget_text or ''}".rstrip()
+        self._console.print(
+            f"run {done + 1} of {self._runs}: document {run.document + 1}, {what}{left}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip

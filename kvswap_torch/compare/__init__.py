@@ -1,0 +1,1 @@
+"""Methods side by side on questions of a user's own: ``kvswap compare``."""

@@ -1,0 +1,244 @@
+"""Methods by name, and the caches that they open in a budget."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvswap_torch.compare.budget import Bytes
+from kvswap_torch.config import PATHS, SwapConfig
+from kvswap_torch.config.nested import settings_of
+from kvswap_torch.errors import BudgetError, ConfigError
+from kvswap_torch.heads_file import read_heads
+from kvswap_torch.keep import drops, with_keep
+from kvswap_torch.memory_size import parse_bytes
+from kvswap_torch.plug_ins import GroupScores, TokenScores
+from kvswap_torch.preset import find
+
+if TYPE_CHECKING:
+    from kvswap_torch import KVSwapCache
+
+FULL = "full"
+HEADS = "heads"  # a setting of presets that need a heads file: where it is
+KINDS = ("tokens", "bytes")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """``tokens:1024``: attended in a step. ``bytes:1/13`` or ``bytes:64MiB``: memory."""
+
+    text: str
+    kind: str
+    value: int | Fraction
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """
+        Raises
+        ------
+        ConfigError
+            It is neither.
+        """
+        kind, _, value = text.partition(":")
+        wrong = ConfigError(
+            "--budget: must be tokens:N, bytes:SHARE of the full cache or bytes:SIZE, such as "
+            f"tokens:1024, bytes:1/13 or bytes:64MiB, got {text!r}"
+        )
+        if kind not in KINDS or not value:
+            raise wrong
+        if kind == "tokens":
+            if not value.isdecimal() or int(value) < 1:
+                raise wrong
+            return cls(text, kind, int(value))
+        if "/" in value or "." in value or value == "1":
+            try:
+                share = Fraction(value)
+            except (ValueError, ZeroDivisionError):
+                share = None
+            if share is not None:
+                if not 0 < share <= 1:
+                    raise wrong
+                return cls(text, kind, share)
+        try:
+            return cls(text, kind, parse_bytes(value, "--budget"))
+        except ValueError as error:
+            raise wrong from error
+
+    def in_bytes(self, full: int) -> int:
+        """Of a full cache of so many bytes."""
+        return int(self.value * full) if isinstance(self.value, Fraction) else self.value
+
+
+@dataclass(frozen=True)
+class Method:
+    """A preset or a plug-in, with settings of its own.
+
+    Attributes
+    ----------
+    name
+        ``quest``, ``quest:selection.group_tokens=32``, or a plug-in ``module.Class``.
+    """
+
+    name: str
+    preset: str | None = None
+    plug_in: type[GroupScores] | type[TokenScores] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, name: str) -> Method:
+        """
+        Raises
+        ------
+        ConfigError
+            There is no such preset, plug-in or setting.
+        """
+        first, *parts = name.split(":")
+        settings: dict[str, Any] = {}
+        for part in parts:
+            key, mark, value = part.partition("=")
+            if not mark or key not in (*PATHS, HEADS):
+                raise ConfigError(
+                    f"--methods: settings must be PATH=VALUE with a path of SwapConfig, or "
+                    f"{HEADS}=FILE, got {part!r} in {name!r}"
+                )
+            if key == HEADS:
+                settings |= read_heads(Path(value))
+            else:
+                settings[key] = _value(value)
+        if "." in first:
+            return cls(name, None, _plug_in(first), settings)
+        find(first)
+        return cls(name, first, None, settings)
+
+    def config(self, budget: Budget, size: Bytes, full_bytes: int) -> SwapConfig | None:
+        """Its settings in a budget; None: the cache itself divides the bytes.
+
+        Parameters
+        ----------
+        size
+            Of the document with what follows it.
+        full_bytes
+            Of the document's full cache, which a budget may be a share of.
+
+        Raises
+        ------
+        BudgetError, ConfigError
+            The budget is too small, or the method has none of this kind.
+        """
+        if budget.kind == "tokens":
+            return with_tokens(self._own(size), int(budget.value))
+        most = budget.in_bytes(full_bytes)
+        if self.preset is None:
+            own = self._own(size)
+            return size.with_fewer_tokens(own, most) if drops(own) else (
+                size.with_fewer_groups(own, most))  # fmt: skip
+        if find(self.preset).divides and not self.settings:
+            return None
+        return size.of_preset(self.preset, self.settings, most)
+
+    def _own(self, size: Bytes) -> SwapConfig:
+        if self.preset is not None:
+            return SwapConfig.preset(self.preset, self.settings, model=size.identity)
+        base = SwapConfig(model=size.identity)
+        if self.plug_in is not None and issubclass(self.plug_in, TokenScores):
+            user = {"summary.kind": "none", "retention.policy": "user", "retention.tokens": 1024}
+            return base.with_settings(user | self.settings)
+        return base.with_settings({"summary.kind": "user"} | self.settings)
+
+    def opened(
+        self, model: Any, path: Path, budget: Budget, size: Bytes, full_bytes: int
+    ) -> KVSwapCache:
+        """Its cache for one sequence of `size`; the caller closes it."""
+        from kvswap_torch import KVSwapCache
+
+        config = self.config(budget, size, full_bytes)
+        divides = config is None
+        plug_in = None if self.plug_in is None else self.plug_in()
+        return KVSwapCache(
+            model,
+            path=path,
+            config=config,
+            preset=self.preset if divides else None,
+            kv_memory_bytes=budget.in_bytes(full_bytes) if budget.kind == "bytes" else None,
+            max_context=size.context,
+            max_batch=1,
+            group_scores=plug_in if isinstance(plug_in, GroupScores) else None,
+            token_scores=plug_in if isinstance(plug_in, TokenScores) else None,
+        )
+
+
+def with_tokens(config: SwapConfig, tokens: int) -> SwapConfig:
+    """The settings with which a step attends at most so many tokens, in its selecting layers.
+
+    Sinks, newest, retained and selected tokens count. The number of retained ones is scaled, of
+    which a method's share of its own total is kept; the rest is groups.
+
+    Raises
+    ------
+    ConfigError
+        A method that attends everything, or fewer tokens than it always has.
+    """
+    if drops(config):
+        return with_keep(config, tokens, None)
+    if config.summary.kind == "none":
+        raise ConfigError("--budget tokens: must be of a method that selects, got one that attends "
+                          "everything")  # fmt: skip
+    settings = settings_of(config)
+    group, groups = config.selection.group_tokens, config.selection.top_k_groups
+    always = config.selection.sink_tokens + config.selection.recent_tokens
+    retained = settings.get("retention.tokens", 0)
+    changed: dict[str, Any] = {}
+    if retained:
+        retained = max(1, tokens * retained // (always + retained + group * groups))
+        changed["retention.tokens"] = retained
+    fit = (tokens - always - retained) // group
+    if fit < 1:
+        raise BudgetError(
+            f"--budget tokens:{tokens}: must be at least {always + retained + group}: {always} "
+            f"sinks and newest tokens, {retained} retained ones and a group of {group}"
+        )
+    pages = max(-(-config.memory.pages_per_layer * fit // groups), fit,
+                config.selection.max_step_tokens)  # fmt: skip
+    return config.with_settings(
+        changed | {"selection.top_k_groups": fit, "memory.pages_per_layer": pages}
+    )
+
+
+def _plug_in(name: str) -> type[GroupScores] | type[TokenScores]:
+    module, _, attribute = name.rpartition(".")
+    sys.path.insert(0, "")  # a module of the folder that the command is typed in
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"--methods: a name with a dot must be module.Class of a plug-in, got {name!r}: {error}"
+        ) from error
+    finally:
+        sys.path.remove("")
+    if not isinstance(found, type) or not issubclass(found, GroupScores | TokenScores):
+        raise ConfigError(
+            f"--methods: {name} must be a class made from kvswap_torch.plug_ins.GroupScores or "
+            f"TokenScores, got {found!r}"
+        )
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"--methods: {name} must be made without arguments, has {inspect.signature(found)}; "
+            "name a class of your own that gives them"
+        ) from error
+    return found
+
+
+def _value(text: str) -> Any:
+    """A setting as JSON would have it, or a word."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
