@@ -1,4 +1,4 @@
-"""Doors from other programs: ``generate(custom_generate=...)``, few-bit weights, lm-eval."""
+"""Doors from other programs: ``generate(custom_generate=...)``, few-bit weights, evaluations."""
 
 from __future__ import annotations
 
