@@ -20,7 +20,7 @@ import argparse
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -45,7 +45,7 @@ OWN = ("kv_path", "kv_memory_bytes", "config", "preset")
 class KVSwapPipeline(KVPressTextGenerationPipeline):
     """kvpress' pipeline, whose cache is a `KVSwapCache` that it opens for each context."""
 
-    kv: dict[str, Any] = {"kv_path": "."}
+    kv: ClassVar[dict[str, Any]] = {"kv_path": "."}
     """`kv_path`, `kv_memory_bytes`, `config` and `preset`, as the cache has them; see
     `use_cache`."""
 
