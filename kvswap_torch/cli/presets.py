@@ -17,6 +17,7 @@ from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.preset import find, presets
 from kvswap_torch.preset.definition import Preset, Shape
+from kvswap_torch.preset.papers import links
 
 HEADS = 32  # of the model that memory is counted for, unless one is named
 BATCH = 1
@@ -54,6 +55,7 @@ def about(preset: Preset, model: str | None = None, context: int = CONTEXT) -> d
     return {
         "name": preset.name,
         "paper": preset.paper,
+        "links": links(preset),
         "take": preset.take,
         "leave": preset.leave,
         "settings": settings,
@@ -123,7 +125,7 @@ def _show(facts: dict[str, Any], console: Console) -> None:
         for use in ("summary", "pages", "kept", "total")
     )
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("from", facts["paper"])
+    table.add_row("from", " ".join([facts["paper"], *facts["links"].values()]))
     table.add_row("take it", escape(facts["take"]))
     table.add_row("leave it", escape(facts["leave"]))
     table.add_row("settings", escape(", ".join(f"{k}={v}" for k, v in facts["settings"].items())))

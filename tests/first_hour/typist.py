@@ -51,6 +51,7 @@ class Typist:
         self._here = folder
         self._instead = instead
         self.steps: list[Step] = []
+        self._said: list[str] = []
         self._servers: list[subprocess.Popen[bytes]] = []
         text = self.page.read_text(encoding="utf-8")
         if missing := [word for word in instead if word not in text]:
@@ -86,6 +87,7 @@ class Typist:
         self._note(command, began)
         if done.returncode:
             raise WentWrongError(f"{command}: ended with {done.returncode}\n{done.stdout}")
+        self._said.append(done.stdout)
         return done.stdout
 
     def serve(self, command: str, until: str) -> None:
@@ -103,7 +105,21 @@ class Typist:
             if server.poll() is not None or time.monotonic() - began > READY_SECONDS:
                 raise WentWrongError(f"{command}: must say {until!r}\n{log.read_text()}")
             time.sleep(0.2)
+        self._said.append(log.read_text(errors="replace"))
         self._note(command, began)
+
+    def must_have_said_what_is_shown(self) -> None:
+        """That each line of output on the page was said, whatever its numbers.
+
+        Raises
+        ------
+        WentWrongError
+        """
+        said = {_shape(line) for text in self._said for line in text.splitlines()}
+        for block in blocks(self.page):
+            for line in block.text.splitlines() if block.language == "output" else ():
+                if line.strip() and _shape(self._replaced(line)) not in said:
+                    raise WentWrongError(f"{self.page.name}: shows {line!r}, which nothing said")
 
     def press_ctrl_c(self) -> None:
         """Ends what `serve` began, as its terminal would."""
@@ -143,6 +159,11 @@ class Typist:
         for word, mine in self._instead.items():
             text = text.replace(word, mine)
         return text
+
+
+def _shape(line: str) -> str:
+    """A line without its numbers and widths."""
+    return re.sub(r"\d[\d.,]*", "#", " ".join(line.split()))
 
 
 def _environment() -> dict[str, str]:

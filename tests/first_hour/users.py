@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.first_hour.typist import Typist, WentWrongError, must_say
+from tests.first_hour.typist import PAGES, Typist, WentWrongError, must_say
 from tests.packaging.run_docs import ROOT, blocks
 
 MODEL = ROOT / "examples" / "reference_model"
@@ -43,7 +43,7 @@ def book(folder: Path) -> None:
 
 def laptop(folder: Path, given: Given) -> Typist:
     """A document of one's own, read once and asked."""
-    return _over_a_book("laptop", folder, given)
+    return _over_a_book("laptop", folder, given, {"8000": str(_free_port())})
 
 
 def few_bits(folder: Path, given: Given) -> Typist:
@@ -51,19 +51,40 @@ def few_bits(folder: Path, given: Given) -> Typist:
     return _over_a_book("few-bits", folder, given)
 
 
-def _over_a_book(page: str, folder: Path, given: Given) -> Typist:
+def _over_a_book(
+    page: str, folder: Path, given: Given, more: dict[str, str] | None = None
+) -> Typist:
     book(folder)
     own = {"--model DIR": f"--model {MODEL}", "Who tells it?": QUESTION}
-    reader = Typist(page, folder, _pip_once(given.words()) | own)
+    words = _pip_once(given.words()) | own | (more or {})
+    words.pop("kvswap_torch-*.whl")
+    wheel = {"$(ls kvswap_torch-*.whl)": str(given.wheel), "kvswap_torch-*.whl": str(given.wheel)}
+    reader = Typist(page, folder, {w: m for w, m in wheel.items() if w in _page(page)} | words)
+    try:
+        _read(reader)
+    finally:
+        reader.give_up()
+    return reader
+
+
+def _page(page: str) -> str:
+    return (PAGES / f"{page}.md").read_text(encoding="utf-8")
+
+
+def _read(reader: Typist) -> None:
     for command in reader.unread():
+        if command.startswith("kvswap serve"):
+            reader.serve(command, "a page to ask")
+            continue
         told = reader.type(command)
-        if command.startswith(("kvswap ask", "kvswap generate")):
+        if any(f"kvswap {word}" in command for word in ("ask", "generate", "chat")):
             must_say(told, ANSWER)
         if command.startswith("kvswap fit"):
             must_say(told, "it fits")
         if command.startswith("kvswap show"):
             must_say(told, "tokens", "book.txt")
-    return reader
+    reader.must_have_said_what_is_shown()
+    reader.press_ctrl_c()
 
 
 def researcher(folder: Path, given: Given) -> Typist:

@@ -18,7 +18,7 @@ import pytest
 from tests.packaging.run_docs import NEVER, PAGES, ROOT, Block, blocks, commands, run_block, scripts
 
 README_LINES_MAX = 150
-LANGUAGES = {"sh", "python", "cpp", "cmake", "text"}
+LANGUAGES = {"sh", "python", "cpp", "cmake", "text", "output"}
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 # First words of a command -> why it is not run by this test.
 NOT_HERE = NEVER | {
@@ -107,3 +107,29 @@ def test_the_table_of_presets_has_each_in_one_row() -> None:
         memory = about(preset)["memory"]
         told = float(Fraction(rows[preset.name]))
         assert abs(told - memory["summary"] / memory["full_kv"]) <= 0.02 * told, preset.name
+
+
+def test_a_preset_s_papers_are_linked_in_the_table_and_in_the_glossary() -> None:
+    from kvswap_torch import presets
+    from kvswap_torch.preset.papers import PAPERS, links
+
+    page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+    table = page.split("## Which one")[1].split("## What they are made of")[0]
+    rows = dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", table, re.MULTILINE))
+    named = set()
+    for preset in presets():
+        assert dict(re.findall(r"\[([^]]+)\]\(([^)]+)\)", rows[preset.name])) == links(preset)
+        named |= links(preset).keys()
+    assert named == PAPERS.keys() and len(set(PAPERS.values())) == len(PAPERS)
+    assert all(url.startswith("https://") for url in PAPERS.values())
+    papers = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").split("## Papers")[1]
+    assert dict(re.findall(r"^- \[([^]]+)\]\(([^)]+)\)$", papers, re.MULTILINE)) == PAPERS
+
+
+def test_output_is_shown_after_what_is_typed() -> None:
+    """`make first-hour` compares it with what the commands say."""
+    for page in PAGES:
+        before = None
+        for block in blocks(page):
+            assert block.language != "output" or before in ("text", "sh"), block.name
+            before = block.language
