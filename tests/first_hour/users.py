@@ -111,7 +111,9 @@ def researcher(folder: Path, given: Given) -> Typist:
 
 def cpp(folder: Path, given: Given) -> Typist:
     """A program of a few lines, found, linked and run."""
-    reader = Typist("cpp", folder, _pip_once(given.words()))
+    words = _pip_once(given.words())
+    words.pop("pip install torch")  # the page names the release itself
+    reader = Typist("cpp", folder, words)
     (folder / "CMakeLists.txt").write_text(reader.block("cmake"), encoding="utf-8")
     shown = [b.text for b in blocks(ROOT / "docs" / "cpp.md") if b.language == "cpp"]
     (folder / "main.cpp").write_text(shown[0], encoding="utf-8")

@@ -133,3 +133,11 @@ def test_output_is_shown_after_what_is_typed() -> None:
         for block in blocks(page):
             assert block.language != "output" or before in ("text", "sh"), block.name
             before = block.language
+
+
+def test_a_cpp_program_s_page_names_the_torch_that_wheels_are_built_for() -> None:
+    """Another one has no kvswap::torch; from Python alone a newer one will do."""
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    (pin,) = re.findall(r"^torch==\S+$", pins, re.MULTILINE)
+    page = (ROOT / "docs" / "first-hour" / "cpp.md").read_text(encoding="utf-8")
+    assert re.findall(r"^pip install (torch.*)$", page, re.MULTILINE) == [pin]
