@@ -266,7 +266,7 @@ class Comparison:
             "format": FORMAT,
             "version": VERSION,
             "model": {
-                "name": getattr(self.parts.config, "name_or_path", "") or self.parts.name,
+                "name": Path(self.parts.config.name_or_path).name or self.parts.name,
                 "digest": self.model_digest,
                 "dtype": str(self.parts.dtype).removeprefix("torch."),
             },

@@ -463,6 +463,7 @@ def test_the_command_writes_table_plot_and_results_and_says_first_what_it_costs(
         "full", "kvswap@tokens:64", "snapkv@tokens:64",
     ]  # fmt: skip
     assert found["machine"]["versions"]["torch"] and found["baseline"] == "full"
+    assert found["model"]["name"] == tiny_model_dir.name  # no folders of this machine
     assert results.read(out) == found
     ElementTree.parse(out.with_suffix(".svg"))
     again = CliRunner().invoke(app, command)
