@@ -17,6 +17,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types
 from kvswap_torch.config import ModelIdentity
 from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.hf.latent import Latent, latent_of
+from kvswap_torch.hf.offloaded import devices_of
 from kvswap_torch.hf.placement import Placement, placement_of
 from kvswap_torch.sizing import ModelShape
 
@@ -482,20 +483,11 @@ def _is_plain(parameter: nn.Parameter) -> bool:
     return parameter.is_floating_point() and parameter.dtype.itemsize > 1
 
 
-def _parameters(decoder: PreTrainedModel, attentions: list[nn.Module]) -> list[nn.Parameter]:
-    return [p for a in attentions for p in a.parameters()] or list(decoder.parameters())
-
-
 def _device(name: str, decoder: PreTrainedModel, attentions: list[nn.Module]) -> torch.device:
-    devices = {p.device for p in _parameters(decoder, attentions)}
+    devices: set[torch.device] = set().union(*map(devices_of, attentions))
+    devices = devices or devices_of(decoder)
     if len(devices) == 1 and (only := next(iter(devices))).type in ("cpu", "cuda"):
         return only
-    if any(device.type == "meta" for device in devices) and any(
-        hasattr(module, "_hf_hook") for module in decoder.modules()
-    ):
-        raise unsupported(
-            name, "is offloaded by accelerate; all of its attention must stay where it computes"
-        )
     raise unsupported(
         name,
         f"is on {', '.join(sorted(map(str, devices)))}; all of it must be on the CPU or on one "

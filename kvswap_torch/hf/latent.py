@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from kvswap_torch.half_linear import HalfLinear
+from kvswap_torch.hf.offloaded import devices_of
 
 
 @dataclass(frozen=True)
@@ -138,4 +139,4 @@ def _dtype(attention: nn.Module) -> torch.dtype:
 
 
 def _device(attention: nn.Module) -> torch.device:
-    return next(attention.kv_a_layernorm.parameters()).device
+    return next(iter(devices_of(attention.kv_a_layernorm)))

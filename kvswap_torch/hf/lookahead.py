@@ -23,6 +23,7 @@ from transformers import Cache
 from kvswap_torch.half_linear import HalfLinear
 from kvswap_torch.hf import passes
 from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.hf.offloaded import let_go
 from kvswap_torch.native import LIBRARY
 
 FAST_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -121,8 +122,9 @@ class LookAhead:
         """
         attention = self._parts.mixers[layer]
         embeddings = self._position_embeddings(layer, source, hidden, kwargs)
-        # A replaced forward (accelerate's) must run to its end, or weights stay where they are.
-        if embeddings is None or "forward" in vars(attention):
+        # A replaced forward must run to its end, unless it is accelerate's: see `let_go`.
+        is_replaced = "forward" in vars(attention) and not hasattr(attention, "_hf_hook")
+        if embeddings is None or is_replaced:
             return None
         with torch.no_grad():
             predictor = self.build().get(layer)
@@ -206,6 +208,7 @@ def captured_query(
         return captured.query
     finally:
         passes.here.observer = None
+        let_go(attention)
     raise RuntimeError(f"look-ahead: {type(attention).__name__} did not attend")
 
 

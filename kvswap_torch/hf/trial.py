@@ -23,6 +23,7 @@ from kvswap_torch.hf.attention import Switch
 from kvswap_torch.hf.families import ModelParts, unsupported
 from kvswap_torch.hf.indexed import check_choice, refuse_terms
 from kvswap_torch.hf.layer import refuse_options
+from kvswap_torch.hf.offloaded import let_go
 
 TOKENS = 2
 # Of the norm: sums in another order, in bf16 or with weights of 8 bits that are widened.
@@ -66,6 +67,7 @@ def try_attention(parts: ModelParts) -> None:
         passes.here.observer = None
         passes.end(trial)
         switch.release()
+        let_go(parts.decoder, recurse=True)
     _passed.add(parts.decoder)
 
 

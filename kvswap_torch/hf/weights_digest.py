@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from kvswap_torch.hf.families import ModelParts
+from kvswap_torch.hf.offloaded import StoredTensors
 
 VERSION = 1  # of how tensors are looked at; another one's digests cannot be compared
 PIECES, PIECE_ELEMENTS = 256, 32
@@ -83,12 +84,14 @@ def _values(parts: ModelParts) -> Iterator[tuple[str, Any]]:
     output = "" if output is None else _place_of(outermost, output)
     decoder = _place_of(outermost, parts.decoder)
     idle = _idle_adapters(outermost)
-    for name, value in outermost.state_dict().items():
+    stored = StoredTensors(outermost)
+    for name, held in outermost.state_dict().items():
         if output and name.startswith(output):
             continue
         if any(name.startswith(module) and adapter in name[len(module) :].split(".")
                for module, adapters in idle for adapter in adapters):  # fmt: skip
             continue
+        value = stored.get(name, held)
         name = name.removeprefix(decoder) if name.startswith(decoder) else f"({name})"
         yield name.replace(".base_layer.", "."), value
 

@@ -193,7 +193,7 @@ those, and the tokens are equal under any budget that holds them.
 ## Other libraries
 
 Every mode of `generate()` gives `DynamicCache`'s tokens (`tests/python/test_generate_modes.py`),
-and so do accelerate's offloaded heads, `torch.compile(model)` and torch's dynamic quantisation.
+and so do accelerate's offloaded layers, `torch.compile(model)` and torch's dynamic quantisation.
 Tests are skipped where their library is missing, and passed with torchao 0.18.0 (int8 weights),
 bitsandbytes 0.50.2 (4-bit and 8-bit weights), each with look-ahead on and off, and with kvpress
 0.5.5 (its own question-answering pipeline, three questions over one document).
