@@ -54,8 +54,10 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         self._maps: dict[str, tuple[Mapping[str, torch.Tensor], str]] = {}
         for place, module in model.named_modules():
             for hook in offloading_hooks(module):
-                for name in _held(module, hook):
-                    self._maps[f"{place}.{name}" if place else name] = hook.weights_map, name
+                for name in held_names(module, hook):
+                    # Past what reads ahead: it has buffers for what is about to run.
+                    weights = getattr(hook.weights_map, "stored", hook.weights_map)
+                    self._maps[f"{place}.{name}" if place else name] = weights, name
 
     def __getitem__(self, name: str) -> torch.Tensor:
         weights, inner = self._maps[name]
@@ -68,7 +70,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return len(self._maps)
 
 
-def _held(module: nn.Module, hook: Any) -> list[str]:
+def held_names(module: nn.Module, hook: Any) -> list[str]:
     """Names of what the hook brings."""
     recurse = hook.place_submodules
     names = [name for name, _ in module.named_parameters(recurse=recurse)]

@@ -34,14 +34,14 @@ pytestmark = [
 FAMILIES = ["llama", "gemma3", "qwen3"]
 
 
-def on_disk(model: Any, folder: Path, resident: tuple[str, ...] = ("model.norm",)) -> Any:
-    """The same weights, of which those below `resident` alone stay in memory."""
+def on_disk(model: Any, folder: Path, dtype: Any = "auto") -> Any:
+    """The same weights, of which the last norm's alone stay in memory."""
     model.save_pretrained(folder)
     tops = [f"model.{name}" for name, _ in model.model.named_children() if name != "layers"]
     tops += [f"model.layers.{i}" for i in range(len(model.model.layers))] + ["lm_head"]
-    places = {top: "cpu" if top in resident else "disk" for top in tops}
+    places = {top: "cpu" if top == "model.norm" else "disk" for top in tops}
     return AutoModelForCausalLM.from_pretrained(
-        folder, device_map=places, offload_folder=folder / "offloaded", dtype="auto"
+        folder, device_map=places, offload_folder=folder / "offloaded", dtype=dtype
     ).eval()
 
 
