@@ -1,22 +1,38 @@
 #include "kernels/int4_rows.h"
 
+#include <cstring>
 #include <vector>
-
-#include "kernels/cpu/element.h"
 
 namespace kvswap {
 
+namespace {
+
+/// The bytes of a column: vectors of every processor, by the compiler's own operators.
+using Bytes [[gnu::vector_size(kSummaryBlock)]] = uint8_t;
+
+Bytes load_bytes(const std::byte* source) {
+  Bytes bytes;
+  std::memcpy(&bytes, source, sizeof(bytes));
+  return bytes;
+}
+
+/// Numbers of four bits as ones of eight, with their sign.
+void store_signed(Bytes halves, int8_t* target) {
+  const Bytes numbers = (halves ^ 8) - 8;
+  std::memcpy(target, &numbers, sizeof(numbers));
+}
+
+}  // namespace
+
 void unpack_int4(const UnpackInt4Args& args) {
-  const auto* packed = reinterpret_cast<const Int4Pair*>(args.packed);
+  const std::byte* packed = args.packed;
   int8_t* rows = args.rows;
   for (int64_t block = 0; block < args.blocks; ++block) {
-    for (int64_t column = 0; column < args.rank; column += 2) {
-      for (int64_t t = 0; t < kSummaryBlock; ++t) rows[t] = low_half(packed[t]);
-      if (column + 1 < args.rank) {
-        for (int64_t t = 0; t < kSummaryBlock; ++t) rows[kSummaryBlock + t] = high_half(packed[t]);
-      }
-      packed += kSummaryBlock;
-      rows += column + 1 < args.rank ? 2 * kSummaryBlock : kSummaryBlock;
+    for (int64_t column = 0; column < args.rank; ++column, rows += kSummaryBlock) {
+      const bool is_low = column % 2 == 0;
+      const Bytes pairs = load_bytes(packed);
+      store_signed(is_low ? pairs & 15 : pairs >> 4, rows);
+      if (!is_low || column + 1 == args.rank) packed += kSummaryBlock;
     }
   }
 }
