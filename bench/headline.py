@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.machine import RESULTS
 from bench.quality.report import interval
-from bench.side_by_side.plan import LABELS, ON_SESSION
+from bench.side_by_side.plan import CHOICES, LABELS, ON_SESSION
 from kvswap_torch import format_bytes
 
 Result = dict[str, Any]
@@ -25,7 +25,12 @@ COLUMNS = (
     "answers kept", "faster there",
 )  # fmt: skip
 DEFAULTS, PUBLISHED = "defaults", "published (KVSwap's paper)"
-CELLS = ("1b_8k_b8_local", "1b_32k_b1_local", "1b_32k_b8_local")
+#: Shapes with random weights: by a real model's choices, then by random ones, the worst case.
+CELLS = tuple(
+    f"1b_{place}_local{choices}"
+    for place in ("8k_b8", "32k_b1", "32k_b8")
+    for choices in ("_smollm2", "")
+)
 #: A time of decoding, and the quality of what may be the same settings.
 REAL = (
     ("real_speed", "quality/smollm2_defaults", "4096"),
@@ -91,7 +96,7 @@ def lines(results: Path = RESULTS) -> Iterator[Line]:
         )
     yield from reference_lines(results)
     for name in CELLS:
-        yield from random_lines(_read(results / "side_by_side" / f"{name}.json"))
+        yield from shape_lines(_read(results / "side_by_side" / f"{name}.json"))
 
 
 def real_lines(speed: Result, quality: Result) -> Iterator[Line]:
@@ -142,8 +147,8 @@ def reference_lines(results: Path) -> Iterator[Line]:
         yield Line(settings, place, memory, None, None, kept(method), {})
 
 
-def random_lines(cell: Result) -> Iterator[Line]:
-    """A shape with random weights, which has no right answers."""
+def shape_lines(cell: Result) -> Iterator[Line]:
+    """A shape with random weights, which has no right answers; choices may be a real model's."""
     times = {key: row["ms"] for key, row in cell["contenders"].items()}
     full = min((times[key], LABELS[key]) for key in ("static", "dynamic") if key in times)
     others = {LABELS[key]: ms for key, ms in times.items() if key not in (*ON_SESSION, "floor")}
@@ -151,7 +156,8 @@ def random_lines(cell: Result) -> Iterator[Line]:
         ours = cell["contenders"][key]["kv_memory_bytes"]
         yield Line(
             settings,
-            f"`{cell['shape']}` ({cell['layers']} layers), {cell['context']:,}, {cell['batch']}",
+            f"`{cell['shape']}` ({cell['layers']} layers), {CHOICES[cell['choices']]}, "
+            f"{cell['context']:,}, {cell['batch']}",
             f"{format_bytes(ours)} (1/{cell['kv_bytes_full'] / ours:.1f})",
             times[key],
             full,

@@ -14,9 +14,10 @@ from kvswap_torch import format_bytes
 Result = dict[str, Any]
 SHOWN = ("static", "dynamic", "restore", "mmap", "tokens", "floor")
 WHAT = (
-    "Milliseconds per step (one token of every sequence), medians; random weights, so no group is"
-    " attended twice. Published settings: score by sum, rank 32, prefetch in every layer, 400"
-    " tokens. Defaults: a cache that was given the memory alone."
+    "Milliseconds per step (one token of every sequence), medians; random weights. So no group is"
+    " attended twice, the worst case, but where choices are those that a model made. Published"
+    " settings: score by sum, rank 32, prefetch in every layer, 400 tokens. Defaults: a cache that"
+    " was given the memory alone."
 )
 LOWER = "Lower is better"
 

@@ -35,7 +35,12 @@ LABELS = {
     "tokens": "tokens per head",
     "tokens_no_reuse": "tokens per head, no reuse",
 }
-CHOICES = ("random", "smollm2", "reference_model")  # the others are recorded: bench/recorded.py
+# What is selected: random groups, or those that a model selected (bench/recorded.py), in words.
+CHOICES = {
+    "random": "random choices",
+    "smollm2": "SmolLM2's choices",
+    "reference_model": "the reference model's choices",
+}
 DEFAULT = tuple(LABELS)  # who runs unless others are asked for
 # llama.cpp's, by the type of its KV cache; llama_floor attends as many tokens as floor does.
 LLAMA = {"llama_f16": "f16", "llama_q8": "q8_0", "llama_floor": "f16"}
@@ -151,7 +156,7 @@ def cells(
         "shapes": (shapes, list(SHAPES)),
         "devices": (devices, ["local", "emmc", "ufs"]),
         "linear": ([linear], ["torch", "ours"]),
-        "choices": (choices, CHOICES),
+        "choices": (choices, list(CHOICES)),
     }
     for what, (given, allowed) in known.items():
         for name in given:

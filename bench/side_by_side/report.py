@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bench.machine import RESULTS
 from bench.side_by_side.busy import why_busy
-from bench.side_by_side.plan import in_order, label
+from bench.side_by_side.plan import CHOICES, in_order, label
 from kvswap_torch import format_bytes
 
 FOLDER = RESULTS / "side_by_side"
@@ -29,7 +29,18 @@ def load(folder: Path = FOLDER) -> list[dict[str, Any]]:
     found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     return sorted(
         (result for result in found if "contenders" in result),
-        key=lambda r: (_shape_order(r["shape"]), r["device"], r["context"], r["batch"]),
+        key=_order,
+    )
+
+
+def _order(result: dict[str, Any]) -> tuple[Any, ...]:
+    choices = list(CHOICES).index(result.get("choices", "random"))
+    return (
+        _shape_order(result["shape"]),
+        result["device"],
+        result["context"],
+        result["batch"],
+        choices,
     )
 
 
@@ -39,10 +50,12 @@ def _shape_order(name: str) -> int:
 
 
 def title(result: dict[str, Any]) -> str:
-    """The cell, marked where something else had the machine."""
+    """The cell, marked where something else had the machine, and where choices are a model's."""
     busy = why_busy(result)
+    choices = result.get("choices", "random")
     return (
         f"{result['shape']} ({result['layers']} layers), {result['context']:,}, {result['batch']}"
+        + (f", {CHOICES[choices]}" if choices != "random" else "")
         + (f" (busy machine: {busy})" if busy else "")
     )
 

@@ -39,6 +39,7 @@ def cell(**ms: float) -> dict[str, Any]:
     rows = {name: {"ms": each, "kv_memory_bytes": 1 << 20} for name, each in ms.items()}
     return {
         "shape": "1b", "layers": 4, "context": 8192, "batch": 8, "kv_bytes_full": 13 << 20,
+        "choices": "smollm2",
         "contenders": rows,
     }  # fmt: skip
 
@@ -75,7 +76,7 @@ def test_answers_of_other_settings_are_not_measured(change: dict[str, Any]) -> N
 
 
 def test_what_is_faster_is_said_in_the_line_and_the_floor_is_no_cache() -> None:
-    mine, published = headline.random_lines(
+    mine, published = headline.shape_lines(
         cell(kvswap=60.0, default=200.0, floor=1.0, static=100.0, dynamic=900.0, mmap=150.0)
     )
     assert mine.faster == "StaticCache (100.0), mmap (150.0)" and mine.ms == 200.0

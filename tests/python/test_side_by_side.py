@@ -246,6 +246,8 @@ def test_a_cell_is_marked_where_two_threads_had_one_core():
     assert why_busy(measured(50.0, 0.085)) == ""
     shown = measured(50.0, 0.055, shape="1b", layers=4, context=8192, batch=1)
     assert report.title(shown) == "1b (4 layers), 8,192, 1 (busy machine: had 1.1 of 2 cores)"
+    shown |= {"contenders": measured(50.0, 0.085)["contenders"], "choices": "smollm2"}
+    assert report.title(shown) == "1b (4 layers), 8,192, 1, SmolLM2's choices"
 
 
 def test_a_cell_is_marked_where_its_floor_was_twice_as_fast_before():
