@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import RESULTS
-from bench.quality.report import interval
 from bench.side_by_side.plan import CHOICES, LABELS, ON_SESSION
 from kvswap_torch import format_bytes
+from kvswap_torch.compare.statistics import interval
 
 Result = dict[str, Any]
 NOT_MEASURED = "not measured"

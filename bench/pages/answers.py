@@ -8,8 +8,9 @@ from typing import Any
 from bench.headline import made_of
 from bench.pages.caption import DOES_NOT_FIT, NOT_MEASURED, caption, head, line, share
 from bench.quality.methods import FULL, parse
-from bench.quality.report import interval, right_answers
+from bench.quality.report import right_answers
 from kvswap_torch import format_bytes
+from kvswap_torch.compare.statistics import interval
 
 Result = dict[str, Any]
 NEAR_TOKENS = 64  # by which a timed document may differ in length from those that were answered

@@ -7,9 +7,9 @@ from typing import Any
 
 from bench.pages.caption import DOES_NOT_FIT, NOT_MEASURED, caption, head, line
 from bench.quality.plan import preset_method
-from bench.quality.report import interval
 from bench.side_by_side.plan import PRESET
 from kvswap_torch import format_bytes
+from kvswap_torch.compare.statistics import interval
 from kvswap_torch.preset import presets
 
 Result = dict[str, Any]

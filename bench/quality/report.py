@@ -14,7 +14,7 @@ from bench import machine
 from bench.quality.harness import Harness
 from bench.quality.methods import FULL
 from bench.quality.tasks import LANGUAGE, NEEDLES
-from kvswap_torch.compare.statistics import Interval, bootstrap, paired
+from kvswap_torch.compare.statistics import Interval, bootstrap, interval, paired
 
 RESULTS = machine.RESULTS / "quality"
 ABLE = 0.5  # exact answers with the full cache below which a task is left out
@@ -211,10 +211,3 @@ def right_answers(method: dict[str, Any]) -> str:
     """``3 of 6``, of all that was asked."""
     asked = method["tasks"]["asked"]
     return f"{round(asked['exact'][0] * asked['answers'])} of {asked['answers']}"
-
-
-def interval(value: Interval | None, form: str = ".2f") -> str:
-    """``0.95 (0.90 to 1.00)``."""
-    if value is None:
-        return "-"
-    return f"{value[0]:{form}} ({value[1]:{form}} to {value[2]:{form}})"

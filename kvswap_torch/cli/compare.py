@@ -17,13 +17,13 @@ from rich.table import Table
 from kvswap_torch.cli.completion import preset_names
 from kvswap_torch.cli.load import load_model, load_tokenizer
 from kvswap_torch.cli.prompt import make_prompt
+from kvswap_torch.cli.reading import LINE_SECONDS
 from kvswap_torch.cli.saved_app import Weights
 from kvswap_torch.cli.targets import check_directory, check_file
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import format_bytes
 
 TABLE_WIDTH = 160
-LINE_SECONDS = 10.0
 JOURNAL = ".journal.jsonl"
 HELP = """\
 Compare methods on questions of your own: accuracy, loss, memory, bytes read and time.
@@ -189,6 +189,8 @@ def show(results: dict[str, Any], console: Console) -> None:
 
 def cells(told: dict[str, Any]) -> list[str]:
     """A method's, from its summary."""
+    from kvswap_torch.compare.statistics import interval
+
     memory, share = told["memory_bytes"], told["memory_share"]
     read, ms = told["bytes_read_per_token"], told["ms_per_token"]
     return [
@@ -200,13 +202,6 @@ def cells(told: dict[str, Any]) -> list[str]:
         "-" if read is None else format_bytes(round(read)),
         "-" if ms is None else f"{ms:.1f}",
     ]
-
-
-def interval(value: Any, form: str) -> str:
-    """``0.95 (0.90 to 1.00)``."""
-    if value is None:
-        return "-"
-    return f"{value[0]:{form}} ({value[1]:{form}} to {value[2]:{form}})"
 
 
 def _count(number: int, what: str) -> str:

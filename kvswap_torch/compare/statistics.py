@@ -62,3 +62,10 @@ def paired(
         for ours, theirs in zip(one, other, strict=True)
     ]
     return bootstrap(differences, seed)
+
+
+def interval(value: Interval | None, form: str = ".2f") -> str:
+    """``0.95 (0.90 to 1.00)``."""
+    if value is None:
+        return "-"
+    return f"{value[0]:{form}} ({value[1]:{form}} to {value[2]:{form}})"
