@@ -22,7 +22,7 @@ FILL_TOKENS = 2048
 SELECTED_TOKENS = 400
 WINDOW_TOKENS = 64  # read by the model before the first step, where who is kept depends on queries
 ROOM_TOKENS = 512  # decoded at most
-# Of the modelled devices (csrc/io/modelled_reader.cpp).
+# Of the modelled devices (csrc/io/simulated_reader.cpp).
 MODELLED_BYTES_PER_SECOND = {"nvme": 1.8e9, "ufs": 2.9e9, "emmc": 0.25e9}
 
 Take = Callable[[int, torch.Tensor, torch.Tensor], None]

@@ -3,17 +3,24 @@
 file(WRITE ${CMAKE_BINARY_DIR}/empty.cpp "// Stands in for a room that has no source yet.\n")
 
 # Sums that must have the same bits on every CPU: no product is added before it is rounded.
-foreach(source kernels/cpu/nearest_centroid methods/k_means methods/cluster_table)
+foreach(source
+    kernels/cpu/nearest_centroid methods/clusters/k_means methods/clusters/cluster_table)
   set_source_files_properties(${PROJECT_SOURCE_DIR}/csrc/${source}.cpp
     PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
 endforeach()
 
+# NESTED: the room has folders of its own.
 function(kvswap_add_room room)
-  cmake_parse_arguments(arg "" "SUBDIR" "DEPENDS" ${ARGN})
+  cmake_parse_arguments(arg "NESTED" "SUBDIR" "DEPENDS" ${ARGN})
   if(NOT arg_SUBDIR)
     set(arg_SUBDIR ${room})
   endif()
-  file(GLOB sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/${arg_SUBDIR}/*.cpp)
+  set(folder ${PROJECT_SOURCE_DIR}/csrc/${arg_SUBDIR})
+  if(arg_NESTED)
+    file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${folder}/*.cpp)
+  else()
+    file(GLOB sources CONFIGURE_DEPENDS ${folder}/*.cpp)
+  endif()
   if(NOT sources)
     set(sources ${CMAKE_BINARY_DIR}/empty.cpp)
   endif()

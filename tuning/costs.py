@@ -295,8 +295,8 @@ class SettingCosts:
         """Where layers share pages all that is attended is read again.
 
         A trusted layer reads it one layer ahead. The others read ahead what they attended in the
-        last step (csrc/engine/layer_steps.h), and by their own query what that lacks, less what a
-        predicted query has found.
+        last step (csrc/engine/step/step_coordinator.h), and by their own query what that lacks,
+        less what a predicted query has found.
         """
         memory = dataclasses.replace(
             config.memory, resident_layers=None, replacement="last_step_only"

@@ -107,7 +107,7 @@ UNMERGED = Merging(4096, 0, 4096)
 def read_sizes(places: Sequence[int] | np.ndarray, merging: Merging) -> list[int]:
     """Bytes of each read that fetches the records that stand at these places of the file.
 
-    Merged by the engine's own rule (csrc/io/merge.h).
+    Merged by the engine's own rule (csrc/io/read_coalescing.h).
     """
     from kvswap_torch import _C
 

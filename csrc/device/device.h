@@ -53,7 +53,7 @@ using KernelLaunch = std::variant<cuda::BatchProjectKeysArgs,   // project_keys(
 /// synchronize() or drain() returns them, and all after it.
 ///
 /// On a machine whose accelerator shares the host's memory, reads can land in their pages: then
-/// LandingLanes (engine/) lends pages instead of lanes, and neither copy nor scatter is left.
+/// StagingBuffers (engine/) lends pages instead of lanes, and neither copy nor scatter is left.
 ///
 /// Thread rules: one thread at a time. The destructor waits for what is queued.
 class Device {

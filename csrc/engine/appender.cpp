@@ -7,7 +7,7 @@
 namespace kvswap {
 
 Status Appender::check_length(const char* where, int64_t tokens) const {
-  const int64_t most = parts_.options.select_queries_max;
+  const int64_t most = context_.options.select_queries_max;
   if (pass_ == Pass::kPrefill || tokens <= most) return Status::ok();
   return Status::invalid(std::string(where) +
                          ": a decode pass must be of at most select_queries_max (" +
@@ -23,7 +23,7 @@ Status Appender::check(int64_t layer, int64_t batch, int64_t tokens) {
   KVSWAP_RETURN_IF_ERROR(check_positions(batch_.layer(layer).positions + tokens));
   if (batch_.size() == 0) return batch_.begin(batch, tokens);
   if (batch != batch_.size()) {
-    const int64_t apart = parts_.options.heads_apart;
+    const int64_t apart = context_.options.heads_apart;
     return Status::invalid("append: batch must stay " + std::to_string(batch_.size() / apart) +
                            " for the life of the cache's contents, got " +
                            std::to_string(batch / apart) + "; reset() the cache first");
@@ -32,11 +32,11 @@ Status Appender::check(int64_t layer, int64_t batch, int64_t tokens) {
 }
 
 Status Appender::check_positions(int64_t positions) const {
-  const int64_t context_max = parts_.options.max_context;
+  const int64_t context_max = context_.options.max_context;
   // One that is promised was checked when it was.
   if (context_max <= 0) {
-    if (positions <= parts_.plan.context_max) return Status::ok();
-    return check_context(parts_.options, positions);
+    if (positions <= context_.plan.context_max) return Status::ok();
+    return check_context(context_.options, positions);
   }
   if (positions > context_max) {
     return Status::budget("append: the context must stay within max_context (" +
@@ -57,21 +57,21 @@ Status Appender::prepare(int64_t layer, int64_t batch, int64_t tokens) {
     KVSWAP_RETURN_IF_ERROR(sealer_.seal_overflow(layer));
     if (batch_.layer(layer).sealed_groups != sealed) KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
   }
-  if (clustering_.is_behind(layer)) {
+  if (clustering_.needs_catch_up(layer)) {
     KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
     KVSWAP_RETURN_IF_ERROR(clustering_.catch_up(layer));
   }
   const int64_t positions = batch_.layer(layer).positions + tokens;
   KVSWAP_RETURN_IF_ERROR(account_.charge_growth(batch_, layer, positions));
   batch_.declare_valid(positions);
-  parts_.space->compute().mark_tokens();
+  context_.space->compute().mark_tokens();
   prepared_ = layer;
   prepared_tokens_ = tokens;
   return Status::ok();
 }
 
 void Appender::forget() {
-  if (std::exchange(prepared_, -1) >= 0) account_.settle(batch_);
+  if (std::exchange(prepared_, -1) >= 0) account_.drain(batch_);
 }
 
 Status Appender::append(int64_t layer, const KeyValueView& tokens) {
@@ -86,19 +86,19 @@ Status Appender::append(int64_t layer, const KeyValueView& tokens) {
     return Status::ok();
   }
   const int64_t sealed = state.sealed_groups;
-  parts_.space->compute().begin_chunk();
+  context_.space->compute().begin_chunk();
   const Status appended = append_chunk(layer, tokens);
-  parts_.space->compute().end_chunk();
-  if (!appended.is_ok()) sealer_.take_back(layer, sealed);
+  context_.space->compute().end_chunk();
+  if (!appended.is_ok()) sealer_.roll_back(layer, sealed);
   if (appended.is_ok() && pass_ == Pass::kPrefill) state.prefilled = state.positions;
   return appended;
 }
 
 Status Appender::append_chunk(int64_t layer, const KeyValueView& tokens) {
   Batch::Layer& state = batch_.layer(layer);
-  const int64_t group_tokens = parts_.options.group_tokens;
+  const int64_t group_tokens = context_.options.group_tokens;
   const int64_t positions = state.positions + tokens.tokens;
-  const int64_t groups_after = parts_.options.sealed_groups(positions);
+  const int64_t groups_after = context_.options.sealed_groups(positions);
 
   // Complete the tail's last group, so that the rest of the chunk begins at a group's edge.
   const int64_t to_edge = (group_tokens - state.positions % group_tokens) % group_tokens;

@@ -2,12 +2,12 @@
 
 #include <cstdint>
 
-#include "engine/account.h"
-#include "engine/batch.h"
-#include "engine/clustering.h"
-#include "engine/layer_steps.h"
-#include "engine/sealer.h"
-#include "engine/tail.h"
+#include "engine/clusters/cluster_updater.h"
+#include "engine/memory/memory_reservations.h"
+#include "engine/sequence/batch.h"
+#include "engine/sequence/sealer.h"
+#include "engine/sequence/tail.h"
+#include "engine/step/step_coordinator.h"
 #include "kvswap/pass.h"
 
 namespace kvswap {
@@ -19,9 +19,9 @@ namespace kvswap {
 /// next pass. Not thread-safe.
 class Appender {
  public:
-  Appender(EngineParts& parts, Batch& batch, Tail& tail, Sealer& sealer, Account& account,
-           LayerSteps& steps, Clustering& clustering)
-      : parts_(parts),
+  Appender(EngineContext& context, Batch& batch, Tail& tail, Sealer& sealer,
+           MemoryReservations& account, StepCoordinator& steps, ClusterUpdater& clustering)
+      : context_(context),
         batch_(batch),
         tail_(tail),
         sealer_(sealer),
@@ -51,13 +51,13 @@ class Appender {
   Status check_positions(int64_t positions) const;
   Status append_chunk(int64_t layer, const KeyValueView& tokens);
 
-  EngineParts& parts_;
+  EngineContext& context_;
   Batch& batch_;
   Tail& tail_;
   Sealer& sealer_;
-  Account& account_;
-  LayerSteps& steps_;
-  Clustering& clustering_;
+  MemoryReservations& account_;
+  StepCoordinator& steps_;
+  ClusterUpdater& clustering_;
   Pass pass_ = Pass::kPrefill;  // until it is said
   int64_t prepared_ = -1;       // the layer that prepare() was called for; -1: none
   int64_t prepared_tokens_ = 0;

@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "engine/memory_need.h"
+#include "engine/memory/memory_estimate.h"
 #include "io/stopwatch.h"
 
 namespace kvswap {
@@ -33,54 +33,54 @@ PagedAttentionArgs asked(const AttendArgs& args, const EngineOptions& options,
 
 }  // namespace
 
-Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts)
+Engine::Engine(const EngineOptions& options, std::unique_ptr<EngineContext> context)
     : options_(options),
-      parts_(std::move(parts)),
-      account_(*parts_, memory_need),
-      batch_(std::make_unique<Batch>(*parts_, account_)),
-      tail_(*parts_, *batch_),
-      sealer_(*parts_, *batch_, tail_, account_),
-      past_(std::make_unique<PastReader>(*parts_, *batch_, tail_, sealer_)),
-      steps_(*parts_, *batch_, sealer_),
-      calls_(*parts_, steps_),
-      clustering_(*parts_, *batch_, tail_, *past_),
-      appender_(*parts_, *batch_, tail_, sealer_, account_, steps_, clustering_),
-      editor_(*parts_, *batch_, tail_, sealer_, *past_, account_, steps_),
-      saver_(calls_, *parts_, *batch_, sealer_, *past_, steps_, appender_, clustering_),
-      loader_(calls_, *parts_, *batch_, tail_, editor_, account_, steps_),
-      table_(*parts_, *batch_, tail_),
-      audit_(*parts_, *batch_, sealer_),
-      keeping_(*parts_, *batch_, tail_, sealer_, *past_),
-      exact_chunks_(calls_, *parts_, *batch_, *past_, steps_, appender_, keeping_),
-      given_(calls_, *parts_, *batch_, steps_, exact_chunks_, keeping_.given(), table_),
-      page_scores_(*parts_, *batch_) {}
+      context_(std::move(context)),
+      account_(*context_, memory_need),
+      batch_(std::make_unique<Batch>(*context_, account_)),
+      tail_(*context_, *batch_),
+      sealer_(*context_, *batch_, tail_, account_),
+      past_(std::make_unique<PrefixReader>(*context_, *batch_, tail_, sealer_)),
+      steps_(*context_, *batch_, sealer_),
+      calls_(*context_, steps_),
+      clustering_(*context_, *batch_, tail_, *past_),
+      appender_(*context_, *batch_, tail_, sealer_, account_, steps_, clustering_),
+      editor_(*context_, *batch_, tail_, sealer_, *past_, account_, steps_),
+      saver_(calls_, *context_, *batch_, sealer_, *past_, steps_, appender_, clustering_),
+      loader_(calls_, *context_, *batch_, tail_, editor_, account_, steps_),
+      table_(*context_, *batch_, tail_),
+      audit_(*context_, *batch_, sealer_),
+      retention_(*context_, *batch_, tail_, sealer_, *past_),
+      exact_chunks_(calls_, *context_, *batch_, *past_, steps_, appender_, retention_),
+      given_(calls_, *context_, *batch_, steps_, exact_chunks_, retention_.given(), table_),
+      page_scores_(*context_, *batch_) {}
 
 Engine::~Engine() {
   if (calls_.is_own_process()) {
     // Pages go only when nothing lands there any more.
-    parts_->patience.wait_for_all();
-    parts_->store->writes().forget();
-    steps_.settle();
+    context_->patience.wait_for_all();
+    context_->store->writes().forget();
+    steps_.drain();
     // Errors were reported by the calls before this one.
     (void)steps_.drop_all().is_ok();
-    (void)sealer_.settle().is_ok();
+    (void)sealer_.drain().is_ok();
     return;
   }
   // A forked child has neither the pages nor a device and its threads: leave all of it alone.
   (void)past_.release();
   sealer_.leave_memory();
   (void)batch_.release();
-  (void)parts_->selector.release();
-  (void)parts_->space.release();
+  (void)context_->selector.release();
+  (void)context_->space.release();
 }
 
 Result<std::unique_ptr<Engine>> Engine::create(const EngineOptions& options, ParallelFor parallel) {
   KVSWAP_RETURN_IF_ERROR(options.validate());
   KVSWAP_RETURN_IF_ERROR(options.check_place());
-  auto parts = EngineParts::open(options, std::move(parallel));
-  if (!parts.is_ok()) return parts.status();
-  std::unique_ptr<Engine> engine(new Engine(options, std::move(parts.value())));
-  const EngineOptions& apart = engine->parts_->options;
+  auto context = EngineContext::open(options, std::move(parallel));
+  if (!context.is_ok()) return context.status();
+  std::unique_ptr<Engine> engine(new Engine(options, std::move(context.value())));
+  const EngineOptions& apart = engine->context_->options;
   KVSWAP_RETURN_IF_ERROR(engine->account_.charge_fixed());
   if (apart.max_context > 0 && apart.max_batch > 0) {
     KVSWAP_RETURN_IF_ERROR(engine->account_.check_room({apart.max_batch, apart.max_context}));
@@ -101,7 +101,7 @@ Status Engine::declare(int64_t batch, int64_t tokens, const bool* valid) {
                            std::to_string(batch) + " x " + std::to_string(tokens));
   }
   if (batch_->size() == 0) {
-    KVSWAP_RETURN_IF_ERROR(batch_->begin(batch * parts_->options.heads_apart, tokens));
+    KVSWAP_RETURN_IF_ERROR(batch_->begin(batch * context_->options.heads_apart, tokens));
   }
   if (batch != this->batch()) {
     return Status::invalid("declare: the mask must be for the session's batch of " +
@@ -112,14 +112,14 @@ Status Engine::declare(int64_t batch, int64_t tokens, const bool* valid) {
 }
 
 Status Engine::append(int64_t layer, const KeyValueView& tokens) {
-  const Stopwatch watch(parts_->timeline.get(), {.kind = SpanKind::kAppend, .layer = layer},
-                        &parts_->counters.append_seconds);
+  const Stopwatch watch(context_->timeline.get(), {.kind = SpanKind::kAppend, .layer = layer},
+                        &context_->counters.append_seconds);
   KVSWAP_RETURN_IF_ERROR(calls_.enter_step(layer));
   KVSWAP_RETURN_IF_ERROR(exact_chunks_.begin(layer));
-  KeyValueView parts = tokens;
-  parts.heads_apart = parts_->options.heads_apart;
-  parts.batch = tokens.batch * parts.heads_apart;
-  return calls_.leave(appender_.append(layer, parts));
+  KeyValueView split = tokens;
+  split.heads_apart = context_->options.heads_apart;
+  split.batch = tokens.batch * split.heads_apart;
+  return calls_.leave(appender_.append(layer, split));
 }
 
 Status Engine::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
@@ -127,7 +127,7 @@ Status Engine::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t
   KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
   const int64_t bytes =
       std::max<int64_t>(0, end - begin) * options().head_dim * dtype_bytes(options().dtype);
-  const int64_t apart = parts_->options.heads_apart;
+  const int64_t apart = context_->options.heads_apart;
   for (int64_t head = 0; head < apart; ++head) {
     KVSWAP_RETURN_IF_ERROR(past_->read({layer, sequence * apart + head, begin, end},
                                        static_cast<std::byte*>(keys) + head * bytes,
@@ -137,14 +137,14 @@ Status Engine::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t
 }
 
 bool Engine::needs_projection(int64_t layer) const {
-  return parts_->plan.selects && !parts_->selector->is_ready(layer) &&
-         !parts_->plan.is_exact(layer) && !batch_->all_fit(layer);
+  return context_->plan.selects && !context_->selector->is_ready(layer) &&
+         !context_->plan.is_exact(layer) && !batch_->all_fit(layer);
 }
 
 Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale,
                           int64_t since_ns) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
-  if (parts_->look_ahead == LookAheadMode::kOff) return Status::ok();
+  if (context_->look_ahead == LookAheadMode::kOff) return Status::ok();
   KVSWAP_RETURN_IF_ERROR(steps_.drop(layer));
   if (batch_->layer(layer).sealed_groups == 0 || query.queries < 1 || exact_chunks_.takes(layer) ||
       needs_projection(layer)) {
@@ -152,16 +152,16 @@ Status Engine::look_ahead(int64_t layer, const QueryView& query, std::optional<f
   }
   KVSWAP_RETURN_IF_ERROR(appender_.check_length("look_ahead", query.queries));
   KVSWAP_RETURN_IF_ERROR(clustering_.catch_up(layer));
-  KVSWAP_RETURN_IF_ERROR(keeping_.turn(layer, positions(layer)));
+  KVSWAP_RETURN_IF_ERROR(retention_.refresh(layer, positions(layer)));
   const float usual = 1.0f / std::sqrt(static_cast<float>(options().head_dim));
-  const Question question = {.query = query.of_parts(parts_->options.heads_apart),
-                             .scale = scale.value_or(usual),
-                             .since_ns = since_ns};
+  const AttentionQuery question = {.query = query.of_parts(context_->options.heads_apart),
+                                   .scale = scale.value_or(usual),
+                                   .since_ns = since_ns};
   return calls_.leave(steps_.look_ahead(layer, question));
 }
 
 const std::vector<std::vector<int32_t>>& Engine::last_selection(int64_t layer) {
-  steps_.settle();
+  steps_.drain();
   return steps_.of(layer).chosen();
 }
 
@@ -184,32 +184,33 @@ Status Engine::attend(const AttendArgs& args) {
   if (step.state() != LayerStep::State::kFailed && !step.is_for(queries)) {
     if (step.state() != LayerStep::State::kIdle) KVSWAP_RETURN_IF_ERROR(step.drop());
     KVSWAP_RETURN_IF_ERROR(clustering_.catch_up(args.layer));
-    KVSWAP_RETURN_IF_ERROR(keeping_.turn(args.layer, held - queries));
+    KVSWAP_RETURN_IF_ERROR(retention_.refresh(args.layer, held - queries));
   }
   KVSWAP_RETURN_IF_ERROR(steps_.take(
       args.layer,
-      {.query = args.query.of_parts(parts_->options.heads_apart), .scale = args.scale}));
+      {.query = args.query.of_parts(context_->options.heads_apart), .scale = args.scale}));
   KVSWAP_RETURN_IF_ERROR(audit_.begin(args.layer, step, queries));
   table_.build(args.layer, queries, step);
-  PagedAttentionArgs kernel = asked(args, options(), parts_->plan.record_shape);
+  PagedAttentionArgs kernel = asked(args, options(), context_->plan.record_shape);
   table_.describe(kernel);
   // One serves all.
   for (float* wanted : {page_scores_.log_sum_exp(queries),
-                        keeping_.log_sum_exp(args.layer, queries), audit_.log_sum_exp()}) {
+                        retention_.log_sum_exp(args.layer, queries), audit_.log_sum_exp()}) {
     if (wanted != nullptr) kernel.log_sum_exp = wanted;
   }
   {
-    const Stopwatch watch(parts_->timeline.get(), {.kind = SpanKind::kAttend, .layer = args.layer},
-                          &parts_->counters.attend_seconds);
-    parts_->space->compute().attend(args.layer, kernel);
+    const Stopwatch watch(context_->timeline.get(),
+                          {.kind = SpanKind::kAttend, .layer = args.layer},
+                          &context_->counters.attend_seconds);
+    context_->space->compute().attend(args.layer, kernel);
   }
   Status finished = audit_.finish(kernel);
-  Status observed = keeping_.observe_step(args.layer, kernel);
+  Status observed = retention_.observe_step(args.layer, kernel);
   if (observed.is_ok()) observed = page_scores_.rate(step, args.layer, kernel);
   if (finished.is_ok()) finished = std::move(observed);
   if (finished.is_ok()) finished = sealer_.seal_overflow(args.layer);
   if (finished.is_ok()) finished = clustering_.catch_up(args.layer);
-  if (finished.is_ok()) keeping_.dropping().drop_past(args.layer);
+  if (finished.is_ok()) retention_.eviction().discard_prefix(args.layer);
   return calls_.leave(std::move(finished));
 }
 
@@ -223,12 +224,12 @@ Status Engine::set_projection(int64_t layer, int64_t rank, const float* keys,
 Status Engine::select_sequences(std::span<const int64_t> indices) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter());
   appender_.forget();
-  const int64_t apart = parts_->options.heads_apart;
-  std::vector<int64_t> parts;
+  const int64_t apart = context_->options.heads_apart;
+  std::vector<int64_t> split;
   for (const int64_t index : indices) {
-    for (int64_t head = 0; head < apart; ++head) parts.push_back(index * apart + head);
+    for (int64_t head = 0; head < apart; ++head) split.push_back(index * apart + head);
   }
-  return editor_.select_sequences(parts);
+  return editor_.select_sequences(split);
 }
 
 Status Engine::crop(int64_t positions) {
@@ -241,13 +242,13 @@ Status Engine::reset() {
   KVSWAP_RETURN_IF_ERROR(calls_.enter());
   KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
   // Errors of it are forgotten with all the rest.
-  (void)sealer_.settle().is_ok();
+  (void)sealer_.drain().is_ok();
   appender_.begin(Pass::kPrefill);
   batch_->clear();
   steps_.forget_choices();
-  parts_->selector->forget_scores();
+  context_->selector->forget_scores();
   account_.release_scores();
-  account_.settle(*batch_);
+  account_.drain(*batch_);
   return Status::ok();
 }
 

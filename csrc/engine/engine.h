@@ -7,25 +7,25 @@
 #include <utility>
 #include <vector>
 
-#include "engine/account.h"
 #include "engine/appender.h"
-#include "engine/audit.h"
-#include "engine/batch.h"
-#include "engine/calls.h"
-#include "engine/clustering.h"
-#include "engine/editor.h"
-#include "engine/engine_parts.h"
-#include "engine/exact_chunks.h"
-#include "engine/given.h"
-#include "engine/keeping.h"
-#include "engine/layer_steps.h"
-#include "engine/loader.h"
-#include "engine/page_scores.h"
-#include "engine/page_table.h"
-#include "engine/past_reader.h"
-#include "engine/saver.h"
-#include "engine/sealer.h"
-#include "engine/tail.h"
+#include "engine/call_guard.h"
+#include "engine/clusters/cluster_updater.h"
+#include "engine/engine_context.h"
+#include "engine/memory/memory_reservations.h"
+#include "engine/prefill/chunked_prefill.h"
+#include "engine/prefill/prefix_reader.h"
+#include "engine/retention/retention_manager.h"
+#include "engine/sequence/batch.h"
+#include "engine/sequence/sealer.h"
+#include "engine/sequence/tail.h"
+#include "engine/sequence_editor.h"
+#include "engine/snapshot/snapshot_reader.h"
+#include "engine/snapshot/snapshot_writer.h"
+#include "engine/step/page_attention.h"
+#include "engine/step/page_table.h"
+#include "engine/step/recall_audit.h"
+#include "engine/step/step_coordinator.h"
+#include "engine/user_overrides.h"
 
 namespace kvswap {
 
@@ -40,13 +40,13 @@ struct AttendArgs {
 
 /// One generation's KV cache on raw pointers: score -> select -> plan -> read -> attend.
 ///
-/// The torch-free heart: checks who calls and in which order, and leaves the work to its parts.
+/// The torch-free heart: checks who calls and in which order, and leaves the work to its context.
 /// csrc/kvswap/cache.h is its public face and documents the order of calls. Everything is
 /// allocated when the batch is known and charged to the ledger before.
 ///
-/// Callers' sequences and the parts' are the same, but where KV heads choose apart (heads=each):
-/// then each KV head of a sequence is one of the parts' sequences, `heads_apart` of them a
-/// caller's. Here the two meet: what is named `part` below counts the parts' sequences.
+/// Callers' sequences and the context' are the same, but where KV heads choose apart (heads=each):
+/// then each KV head of a sequence is one of the logical sequences, `heads_apart` of them a
+/// caller's. Here the two meet: what is named `part` below counts the logical sequences.
 ///
 /// A Status that is_pending() (the disk hangs, or the call was asked to end) leaves everything as
 /// it was, reads in flight included: the same call may be made again. The destructor waits for
@@ -72,7 +72,7 @@ class Engine {
   Status look_ahead(int64_t layer, const QueryView& query, std::optional<float> scale = {},
                     int64_t since_ns = 0);
   /// Attention of the last query.queries positions over sinks, chosen groups and tail, then seals
-  /// what has left the tail. Of a decode pass, but for what ExactChunks takes.
+  /// what has left the tail. Of a decode pass, but for what ChunkedPrefill takes.
   Status attend(const AttendArgs& args);
 
   /// Copies positions [begin, end) of one sequence to [kv_heads, end - begin, head_dim] arrays of
@@ -86,47 +86,48 @@ class Engine {
   Status reset();
 
   // What a step does not need, each with calls of its own.
-  Saver& saver() { return saver_; }
-  Loader& loader() { return loader_; }
-  Given& given() { return given_; }
-  ExactChunks& exact_chunks() { return exact_chunks_; }
-  /// Who stays because of what was paid: asked, and given what it observes, by who attends exactly.
-  Keeping& keeping() { return keeping_; }
-  Patience& patience() { return parts_->patience; }
+  SnapshotWriter& saver() { return saver_; }
+  SnapshotReader& loader() { return loader_; }
+  UserOverrides& given() { return given_; }
+  ChunkedPrefill& exact_chunks() { return exact_chunks_; }
+  /// Who stays because of the attention received: asked, and given what it observes, by who attends
+  /// exactly.
+  RetentionManager& retention() { return retention_; }
+  WaitPolicy& patience() { return context_->patience; }
 
-  const EngineParts& parts() const { return *parts_; }
+  const EngineContext& context() const { return *context_; }
   const EngineOptions& options() const { return options_; }  // as they were given
-  const Audit& audit() const { return audit_; }
-  int64_t batch() const { return batch_->size() / parts_->options.heads_apart; }
+  const RecallAudit& audit() const { return audit_; }
+  int64_t batch() const { return batch_->size() / context_->options.heads_apart; }
   int64_t positions(int64_t layer) const { return batch_->layer(layer).positions; }
-  /// The parts' sequences: what their layers hold, and which of their positions count.
+  /// The logical sequences: what their layers hold, and which of their positions count.
   const Batch& sequences() const { return *batch_; }
-  /// [parts][groups]
+  /// [sequences][groups]
   const std::vector<std::vector<int32_t>>& last_selection(int64_t layer);
 
  private:
-  Engine(const EngineOptions& options, std::unique_ptr<EngineParts> parts);
+  Engine(const EngineOptions& options, std::unique_ptr<EngineContext> context);
 
   const EngineOptions options_;
-  std::unique_ptr<EngineParts> parts_;
-  Account account_;
+  std::unique_ptr<EngineContext> context_;
+  MemoryReservations account_;
   std::unique_ptr<Batch> batch_;
   Tail tail_;
   Sealer sealer_;
-  std::unique_ptr<PastReader> past_;
-  LayerSteps steps_;
-  Calls calls_;
-  Clustering clustering_;
+  std::unique_ptr<PrefixReader> past_;
+  StepCoordinator steps_;
+  CallGuard calls_;
+  ClusterUpdater clustering_;
   Appender appender_;
-  Editor editor_;
-  Saver saver_;
-  Loader loader_;
+  SequenceEditor editor_;
+  SnapshotWriter saver_;
+  SnapshotReader loader_;
   PageTable table_;
-  Audit audit_;
-  Keeping keeping_;
-  ExactChunks exact_chunks_;
-  Given given_;
-  PageScores page_scores_;
+  RecallAudit audit_;
+  RetentionManager retention_;
+  ChunkedPrefill exact_chunks_;
+  UserOverrides given_;
+  PageAttention page_scores_;
 };
 
 }  // namespace kvswap

@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/check_settings.h"
-#include "engine/keep_plan.h"
+#include "engine/retention_plan.h"
+#include "engine/settings_check.h"
 #include "memory/arena.h"
 #include "memory/replacement.h"
-#include "methods/cluster_rows.h"
-#include "methods/rows.h"
+#include "methods/clusters/cluster_store.h"
+#include "methods/summary/summary_encoder.h"
 
 namespace kvswap {
 
@@ -41,7 +41,7 @@ Status check_looks(const EngineOptions& options) {
       got);
 }
 
-/// That what layers are worth, and the heads that are asked, are of this model.
+/// That what layers score, and the heads that are asked, are of this model.
 Status check_division(const EngineOptions& options) {
   const std::vector<double>& shares = options.keep_layer_shares;
   if (!shares.empty()) {
@@ -75,7 +75,7 @@ Status check_one_side(const EngineOptions& options) {
                            "pages must be the host's, since the CPU alone attends them; "
                            "keep the cache in host memory");
   }
-  if (options.has_float8_records() || KeepPlan(options).has_float8) {
+  if (options.has_float8_records() || RetentionPlan(options).has_float8) {
     return Status::invalid(
         where + "tokens must be kept in the model's dtype, got records=" + options.records +
         " and keeper=" + options.keeper + ", which keep some in e4m3");
@@ -136,7 +136,7 @@ Status EngineOptions::validate() const {
                            std::to_string(cluster_tokens_max) +
                            "; lower it, raise group_tokens, or leave out layout");
   }
-  if (device && KeepPlan(*this).divides_layers) {
+  if (device && RetentionPlan(*this).has_layer_budgets) {
     return Status::invalid(
         "session: keeper must not be 'cake' where pages are a device's, nor keep_layer_shares be "
         "given, since the CPU alone divides kept pages among layers; keep the cache in host "
@@ -144,7 +144,7 @@ Status EngineOptions::validate() const {
   }
   KVSWAP_RETURN_IF_ERROR(check_method(method()));
   KVSWAP_RETURN_IF_ERROR(check_context(*this, max_context));
-  if (RowsKind::find(rows)->takes_projections && static_cast<int64_t>(ranks.size()) != layers) {
+  if (SummaryKind::find(rows)->takes_projections && static_cast<int64_t>(ranks.size()) != layers) {
     return Status::invalid("session: ranks must have one number per layer (" +
                            std::to_string(layers) + "), got " + std::to_string(ranks.size()));
   }
@@ -186,7 +186,7 @@ Status EngineOptions::check_place() const {
         "got some" +
         end);
   }
-  if (KeepPlan(*this).weighs_disk) {
+  if (RetentionPlan(*this).scores_all_tokens) {
     return Status::invalid(
         "session: keep_scores must be attended without a directory, since what is dropped cannot "
         "be read again, got disk" +
@@ -269,7 +269,7 @@ MethodOptions EngineOptions::method() const {
 std::string why_no_prefetch(const EngineOptions& options) {
   if (options.look_ahead != "verify") return "";
   if (!options.selects()) return "nothing is selected";
-  if (RowsKind::find(options.rows)->is_given) return "scores come from outside";
+  if (SummaryKind::find(options.rows)->is_given) return "scores come from outside";
   const bool is_shared = options.resident_layers && *options.resident_layers < options.layers;
   // Of shared pages those of the layer are free until it attends.
   if (is_shared || options.pages_max > options.groups_max) return "";
@@ -304,7 +304,7 @@ int64_t EngineOptions::sealed_groups(int64_t positions) const {
 
 Status check_context(const EngineOptions& options, int64_t tokens) {
   const bool clusters = has_clusters(options);
-  const int64_t most = clusters ? ClusterRows::tokens_most(options.method()) : kContextMax;
+  const int64_t most = clusters ? ClusterStore::tokens_most(options.method()) : kContextMax;
   if (tokens <= most) return Status::ok();
   return Status::invalid(
       "session: the context must be at most " + std::to_string(most) + " tokens, got " +

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "device/device.h"
-#include "engine/base_files.h"
+#include "engine/snapshot/parent_files.h"
 #include "io/block_reader.h"
 #include "io/data_file.h"
 #include "io/readers.h"
@@ -18,8 +18,8 @@
 #include "kernels/types.h"
 #include "kvswap/settings.h"
 #include "memory/page_pool.h"
-#include "methods/rows.h"
-#include "store/pool_layout.h"
+#include "methods/summary/summary_encoder.h"
+#include "store/paired_pool_layout.h"
 
 namespace kvswap {
 
@@ -54,7 +54,7 @@ struct EngineOptions : Settings {
   std::function<std::unique_ptr<BlockReader>(std::unique_ptr<BlockReader>)> wrap_reader;
 
   // What the session continues; null: it begins empty.
-  std::shared_ptr<const BaseFiles> base;
+  std::shared_ptr<const ParentFiles> base;
 
   // Promises; -1: none.
   int64_t kv_memory_bytes = -1;
@@ -93,7 +93,7 @@ struct EngineOptions : Settings {
   /// Are groups selected? Else what is kept is attended alone.
   bool selects() const { return rows != "none"; }
   /// Is what is neither sink nor kept nor newest gone for good, and no file opened? Records then
-  /// stand in memory until it is chosen who is kept.
+  /// stand in memory until it is chosen which tokens are retained.
   bool drops() const { return directory.empty() && !selects() && keeper != "none"; }
   /// So many of the newest positions may be cropped at any time where it is: two steps.
   int64_t positions_to_crop() const { return 2 * select_queries_max; }

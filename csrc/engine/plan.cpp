@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "engine/check_settings.h"
-#include "methods/cluster_rows.h"
+#include "engine/settings_check.h"
+#include "methods/clusters/cluster_store.h"
 #include "store/record_store.h"
 
 namespace kvswap {
@@ -49,23 +49,24 @@ int64_t tail_pages(const Settings& settings) {
   const int64_t group_tokens = settings.group_tokens;
   const int64_t step = group_tokens - 1 + settings.select_queries_max;
   // What a step seals stands there until it has joined.
-  const int64_t sealed = KeeperKind::find(settings.keeper)->joins ? step / group_tokens : 0;
+  const int64_t sealed =
+      RetentionPolicy::find(settings.keeper)->retains_online ? step / group_tokens : 0;
   return (settings.tail_tokens + step + group_tokens - 1) / group_tokens + 1 + sealed;
 }
 
 Plan::Plan(const EngineOptions& given, int64_t bytes_of_record)
     : options(given.apart()),
-      keep(options),
+      retention(options),
       exact_layers(exact_layers_of(options)),
       method(options.method()),
-      rows(*RowsKind::find(options.rows)),
+      rows(*SummaryKind::find(options.rows)),
       replacement(*parse_replacement(options.replacement)),
       selects(options.selects()),
       keeps_alone(!selects && options.keeper != "none"),
       has_clusters(kvswap::has_clusters(options)),
       has_pools(options.layout == "pools"),
       drops(options.drops()),
-      context_max(has_clusters ? ClusterRows::tokens_most(method) : kContextMax),
+      context_max(has_clusters ? ClusterStore::tokens_most(method) : kContextMax),
       chooses_on_device(options.device && has_device_kernels(method)),
       has_float8_records(options.has_float8_records()),
       record_shape(options.record_shape()),
@@ -80,12 +81,13 @@ Plan::Plan(const EngineOptions& given, int64_t bytes_of_record)
       shares_pages(page_layers < options.layers),
       crop_lenders(crop_lenders_of(*this)),
       waiting_pages(waiting_pages_of(*this)),
-      pages_per_layer(options.pages_max + sink_pages + tail_pages + keep.entries + waiting_pages),
-      page_note_bytes(has_float8_records || keep.has_float8 ? 2 * record_shape.kv_heads : 0),
+      pages_per_layer(options.pages_max + sink_pages + tail_pages + retention.entries +
+                      waiting_pages),
+      page_note_bytes(has_float8_records || retention.has_float8 ? 2 * record_shape.kv_heads : 0),
       // Its own, and those of the one that it was split from.
       cluster_read_pages(has_clusters ? 2 * pages_a_cluster(method) : 0),
       table_bytes_per_group(RecordStore::table_bytes_per_group() + note_bytes +
-                            keep.bytes_per_group),
+                            retention.bytes_per_group),
       write_buffers(drops ? 1 : kWriteBuffers),
       write_buffer_bytes(write_buffer_bytes_of(options, record_bytes)),
       gap_bytes(drops ? 0 : options.merge_gap_bytes),
@@ -98,7 +100,7 @@ int64_t Plan::sealed_tokens(int64_t context) const {
   return options.sealed_groups(std::min(context, kContextMax)) * options.group_tokens;
 }
 
-int64_t Plan::step_mass_bytes(int64_t numbers) const {
+int64_t Plan::step_attention_bytes(int64_t numbers) const {
   if (numbers == 0) return 0;
   return int64_t{sizeof(float)} *
          (options.query_heads * options.select_queries_max +

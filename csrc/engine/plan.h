@@ -4,9 +4,9 @@
 #include <vector>
 
 #include "engine/engine_options.h"
-#include "engine/keep_plan.h"
+#include "engine/retention_plan.h"
 #include "memory/replacement.h"
-#include "methods/rows.h"
+#include "methods/summary/summary_encoder.h"
 
 namespace kvswap {
 
@@ -14,7 +14,7 @@ namespace kvswap {
 ///
 /// Made once, when an engine is opened or its memory is asked for, and passed by reference; nobody
 /// behind it reads a setting's word or looks a kind up by its name. Of options that are valid.
-/// Pages are of a layer and one of the parts' sequences.
+/// Pages are of a layer and one of the logical sequences.
 struct Plan {
   /// record_bytes: of their records, on the disk that there is.
   Plan(const EngineOptions& given, int64_t record_bytes);
@@ -22,10 +22,10 @@ struct Plan {
   Plan& operator=(const Plan&) = delete;
 
   const EngineOptions options;  // apart()
-  const KeepPlan keep;
+  const RetentionPlan retention;
   const std::vector<bool> exact_layers;  // [layers]
   const MethodOptions method;
-  const RowsKind& rows;
+  const SummaryKind& rows;
   const Replacement replacement;
   const bool selects;            // groups; else what is kept is attended alone
   const bool keeps_alone;        // of all that is neither sink nor newest: the rest is dropped
@@ -61,28 +61,28 @@ struct Plan {
   const int64_t write_buffers;
   const int64_t write_buffer_bytes;
   const int64_t gap_bytes;          // neighbours on disk that are nearer become one read
-  const int64_t past_block_groups;  // streamed at once when a long chunk attends over the past
+  const int64_t past_block_groups;  // streamed at once when a long chunk attends over the prefix
   const int64_t encoded_at_once;    // groups of a long chunk; 0: they are packed as records
   const int64_t groups_unit;        // groups are made room for on a device in multiples of this
 
-  /// Do tokens stay in the layer's memory because of what they were paid?
-  bool keeps_tokens(int64_t layer) const { return keep.kind.keeps_tokens && !is_exact(layer); }
+  /// Do tokens stay in the layer's memory because of the attention they received?
+  bool keeps_tokens(int64_t layer) const { return retention.kind.keeps_tokens && !is_exact(layer); }
   /// Does the layer attend everything, whatever its queries are?
   bool is_exact(int64_t layer) const { return exact_layers[layer]; }
   /// So many of a sequence's first tokens are sealed once it has `context`, and nothing is pending.
   int64_t sealed_tokens(int64_t context) const;
-  /// Of one sequence's step, for so many numbers of each token that it attended (StepMass): 0, 1 or
-  /// 2.
-  int64_t step_mass_bytes(int64_t numbers) const;
-  /// Numbers by which pages leave that were paid least, as above.
+  /// Of one sequence's step, for so many numbers of each token that it attended (StepAttention): 0,
+  /// 1 or 2.
+  int64_t step_attention_bytes(int64_t numbers) const;
+  /// Numbers by which pages leave that received the least attention, as above.
   int64_t page_numbers() const { return replacement == Replacement::kScore && selects ? 1 : 0; }
 };
 
 /// Pages of the tail at its longest, in the middle of a chunk of select_queries_max; where what
-/// leaves it joins the kept tokens, of that too.
+/// leaves it joins the retained tokens, of that too.
 int64_t tail_pages(const Settings& settings);
 
-/// What an engine is to hold: of the parts' sequences, KV heads where they are apart.
+/// What an engine is to hold: of the logical sequences, KV heads where they are apart.
 struct Extent {
   int64_t batch = 0;
   int64_t context = 0;  // tokens of each

@@ -2,8 +2,8 @@
 
 #include <string>
 
-#include "io/kernel.h"
-#include "io/patience.h"
+#include "io/syscalls.h"
+#include "io/wait_policy.h"
 
 namespace kvswap {
 
@@ -15,7 +15,7 @@ BatchReader::BatchReader(const DataFile& file, const ReaderOptions& options)
       patience_(options.patience) {}
 
 Status BatchReader::wait(Ticket ticket) {
-  static const Patience usual;
+  static const WaitPolicy usual;
   std::unique_lock lock(mutex_);
   const ReadBatch* batch = batches_.find(ticket);
   if (batch == nullptr) {
@@ -47,7 +47,7 @@ ReadProgress::Next BatchReader::read_whole(ReadProgress& read, ReaderCounters& c
     const ReadProgress::Call call = read.next_call(call_bytes_max_);
     const FilePlace place = file_.place_of(call.offset_bytes);
     const int64_t result =
-        kernel().preadv(place.fd, call.targets, call.targets_count, place.offset_bytes);
+        syscalls().preadv(place.fd, call.targets, call.targets_count, place.offset_bytes);
     next = read.apply(result, alignment_bytes_);
     if (next == ReadProgress::Next::kCallAgain && read.needs_pause()) ReadProgress::pause();
     ++counted.reads;

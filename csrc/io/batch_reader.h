@@ -33,7 +33,7 @@ class BatchReader : public BlockReader {
   const int64_t alignment_bytes_;
   const int64_t call_bytes_max_;
   Timeline* const timeline_;
-  const Patience* const patience_;
+  const WaitPolicy* const patience_;
   mutable std::mutex mutex_;
   std::condition_variable done_;
   ReadBatchTable batches_;

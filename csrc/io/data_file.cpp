@@ -13,13 +13,13 @@
 #include <cstring>
 #include <mutex>
 
+#include "io/anonymous_file.h"
 #include "io/error_text.h"
 #include "io/file_system.h"
 #include "io/io_thread.h"
-#include "io/kernel.h"
 #include "io/read_only_file.h"
-#include "io/unnamed_file.h"
-#include "io/wiping.h"
+#include "io/secure_erase.h"
+#include "io/syscalls.h"
 
 namespace kvswap {
 namespace {
@@ -99,29 +99,29 @@ int prove_block(int fd, int64_t alignment) {
   std::memset(written.get(), 0x5a, size);
   std::memset(read.get(), 0, size);
   const iovec target = {read.get(), size};
-  int64_t count = kernel().pwrite(fd, written.get(), size, 0);
-  if (count >= 0) count = kernel().preadv(fd, &target, 1, 0);
+  int64_t count = syscalls().pwrite(fd, written.get(), size, 0);
+  if (count >= 0) count = syscalls().preadv(fd, &target, 1, 0);
   if (count < 0) return static_cast<int>(-count);
   if (count != alignment) return EIO;
   return std::memcmp(written.get(), read.get(), size) == 0 ? 0 : EIO;
 }
 
-class UnnamedDataFile final : public DataFile {
+class AnonymousFile final : public DataFile {
  public:
-  UnnamedDataFile(OwnedFd fd, const DataFileOptions& options)
+  AnonymousFile(OwnedFd fd, const DataFileOptions& options)
       : fd_(std::move(fd)), options_(options) {}
-  ~UnnamedDataFile() override {
+  ~AnonymousFile() override {
     if (!owner_.is_here() || is_kept_) return;
     if (options_.is_wiped) {
       wipe_at_end(fd_.get(), written_end_bytes_,
                   "the session file in '" + options_.directory + "'");
     }
     // Another holder of the file, for a moment, keeps no space.
-    (void)kernel().ftruncate(fd_.get(), 0);
+    (void)syscalls().ftruncate(fd_.get(), 0);
   }
 
   void choose_preallocation() {
-    if (kernel().fallocate(fd_.get(), 0, 0, kSmallestAlignment) != -EOPNOTSUPP) return;
+    if (syscalls().fallocate(fd_.get(), 0, 0, kSmallestAlignment) != -EOPNOTSUPP) return;
     preallocates_ = false;
     add_fallback("Preallocation is refused in '" + options_.directory +
                  "': a full disk is noticed only when a write fails.");
@@ -165,7 +165,7 @@ class UnnamedDataFile final : public DataFile {
   int64_t written_end_bytes_ = 0;
 };
 
-Status UnnamedDataFile::choose_mode() {
+Status AnonymousFile::choose_mode() {
   const int error = options_.mode == IoMode::kBuffered ? 0 : try_direct();
   if (error == ENOSPC) return no_space(alignment_, error);
   if (error != 0) {
@@ -185,7 +185,7 @@ Status UnnamedDataFile::choose_mode() {
   return Status::ok();
 }
 
-int UnnamedDataFile::try_direct() {
+int AnonymousFile::try_direct() {
   const int64_t alignment = direct_alignment(fd_.get());
   if (alignment == 0) return EOPNOTSUPP;
   const int flags = ::fcntl(fd_.get(), F_GETFL);
@@ -200,7 +200,7 @@ int UnnamedDataFile::try_direct() {
   return error;
 }
 
-Status UnnamedDataFile::no_space(int64_t needed_bytes, int error_number) const {
+Status AnonymousFile::no_space(int64_t needed_bytes, int error_number) const {
   const Result<int64_t> free = free_bytes(options_.directory);
   const std::string left = free.is_ok() ? std::to_string(free.value()) : "an unknown number of";
   return Status::storage("session file: '" + options_.directory + "' must have room for " +
@@ -210,23 +210,23 @@ Status UnnamedDataFile::no_space(int64_t needed_bytes, int error_number) const {
                          error_number, options_.directory);
 }
 
-int UnnamedDataFile::allocate_up_to(int64_t size_bytes) {
+int AnonymousFile::allocate_up_to(int64_t size_bytes) {
   const int64_t allocated = allocated_.load(std::memory_order_relaxed);
   int result = 0;
   int attempts = 0;
   do {
-    result = preallocates_ ? kernel().fallocate(fd_.get(), 0, allocated, size_bytes - allocated)
-                           : kernel().ftruncate(fd_.get(), size_bytes);
+    result = preallocates_ ? syscalls().fallocate(fd_.get(), 0, allocated, size_bytes - allocated)
+                           : syscalls().ftruncate(fd_.get(), size_bytes);
   } while (result == -EINTR && ++attempts < kTransientErrorsMax);
   if (result == 0) {
     allocated_.store(size_bytes, std::memory_order_release);
     return 0;
   }
-  (void)kernel().ftruncate(fd_.get(), allocated);  // a failed fallocate may have taken a part
+  (void)syscalls().ftruncate(fd_.get(), allocated);  // a failed fallocate may have taken a part
   return -result;
 }
 
-Status UnnamedDataFile::reserve(int64_t size_bytes) {
+Status AnonymousFile::reserve(int64_t size_bytes) {
   const std::lock_guard lock(reserve_mutex_);
   const int64_t allocated = allocated_.load(std::memory_order_relaxed);
   if (size_bytes <= allocated) return Status::ok();
@@ -248,7 +248,7 @@ Status UnnamedDataFile::reserve(int64_t size_bytes) {
                          error, options_.directory);
 }
 
-Status UnnamedDataFile::write(int64_t offset_bytes, std::span<const std::byte> bytes) {
+Status AnonymousFile::write(int64_t offset_bytes, std::span<const std::byte> bytes) {
   KVSWAP_RETURN_IF_ERROR(check_nothing_lost());
   const int64_t end = offset_bytes + static_cast<int64_t>(bytes.size());
   KVSWAP_RETURN_IF_ERROR(reserve(end));
@@ -257,7 +257,8 @@ Status UnnamedDataFile::write(int64_t offset_bytes, std::span<const std::byte> b
   int attempts = 0;
   while (done < bytes.size()) {
     const int64_t at = offset_bytes + static_cast<int64_t>(done);
-    const int64_t count = kernel().pwrite(fd_.get(), bytes.data() + done, bytes.size() - done, at);
+    const int64_t count =
+        syscalls().pwrite(fd_.get(), bytes.data() + done, bytes.size() - done, at);
     if (count > 0) {
       done += static_cast<size_t>(count);
       attempts = 0;
@@ -285,7 +286,7 @@ Status UnnamedDataFile::write(int64_t offset_bytes, std::span<const std::byte> b
   return check_nothing_lost();
 }
 
-Status UnnamedDataFile::check_nothing_lost() const {
+Status AnonymousFile::check_nothing_lost() const {
   const int error = lost_error_;
   if (error == 0) return Status::ok();
   return Status::storage("session file: what was written to the one in '" + options_.directory +
@@ -295,23 +296,23 @@ Status UnnamedDataFile::check_nothing_lost() const {
                          error, options_.directory);
 }
 
-void UnnamedDataFile::drop_cached(int64_t offset_bytes, int64_t length_bytes) {
+void AnonymousFile::drop_cached(int64_t offset_bytes, int64_t length_bytes) {
   if (direct_) return;
   // Dirty pages are not dropped, so they are written first. Only this call hears what became of
   // them; where it is not known, they are written in the kernel's own time.
-  const int error = -kernel().write_back(fd_.get(), offset_bytes, length_bytes);
+  const int error = -syscalls().write_back(fd_.get(), offset_bytes, length_bytes);
   if (error != 0 && error != ENOSYS && error != EINVAL && error != ESPIPE) lost_error_ = error;
   (void)::posix_fadvise(fd_.get(), offset_bytes, length_bytes, POSIX_FADV_DONTNEED);
 }
 
-Status UnnamedDataFile::shrink(int64_t size_bytes) {
+Status AnonymousFile::shrink(int64_t size_bytes) {
   KVSWAP_RETURN_IF_ERROR(check_nothing_lost());
   const std::lock_guard lock(reserve_mutex_);
   int error = 0;
   if (options_.is_wiped && size_bytes < written_end_bytes_) {
     error = overwrite_with_zeros(fd_.get(), size_bytes, written_end_bytes_ - size_bytes);
   }
-  if (error == 0) error = -kernel().ftruncate(fd_.get(), size_bytes);
+  if (error == 0) error = -syscalls().ftruncate(fd_.get(), size_bytes);
   if (error != 0) {
     return Status::storage("the session file in '" + options_.directory + "' must be cut to " +
                                std::to_string(size_bytes) + " bytes, got " + errno_text(error) +
@@ -343,7 +344,7 @@ Result<std::unique_ptr<DataFile>> DataFile::open(const DataFileOptions& options)
                "): the session file had a name for a moment.";
   }
   if (!fd.is_ok()) return fd.status();
-  auto file = std::make_unique<UnnamedDataFile>(std::move(fd.value()), options);
+  auto file = std::make_unique<AnonymousFile>(std::move(fd.value()), options);
   if (!fallback.empty()) file->add_fallback(std::move(fallback));
   for (std::string& doubt : doubts_about(options.directory)) file->add_fallback(std::move(doubt));
   file->choose_preallocation();

@@ -3,8 +3,8 @@
 #include <cerrno>
 
 #include "io/error_text.h"
-#include "io/kernel.h"
 #include "io/read_progress.h"
+#include "io/syscalls.h"
 
 namespace kvswap {
 
@@ -21,7 +21,8 @@ Status read_exactly(int fd, int64_t offset_bytes, std::span<std::byte> target,
   ReadProgress read(offset_bytes, {&whole, 1});
   while (true) {
     const ReadProgress::Call call = read.next_call(kCallBytesMax);
-    const int64_t result = kernel().preadv(fd, call.targets, call.targets_count, call.offset_bytes);
+    const int64_t result =
+        syscalls().preadv(fd, call.targets, call.targets_count, call.offset_bytes);
     const ReadProgress::Next next = read.apply(result, 1);
     if (next == ReadProgress::Next::kDone) return Status::ok();
     if (next == ReadProgress::Next::kFailed) break;

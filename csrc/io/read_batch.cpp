@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "io/patience.h"
+#include "io/wait_policy.h"
 
 namespace kvswap {
 
@@ -15,7 +15,7 @@ void ReadBatch::fail(Status failure) {
 
 void ReadBatch::ended() {
   --started;
-  progressed_ns = Patience::now_ns();
+  progressed_ns = WaitPolicy::now_ns();
 }
 
 std::string ReadBatch::describe(const std::string& directory) const {
@@ -37,7 +37,7 @@ ReadBatch& ReadBatchTable::add(std::span<const BlockRead> reads) {
   batch.started = 0;
   batch.status = Status::ok();
   batch.is_done = reads.empty();
-  batch.progressed_ns = Patience::now_ns();
+  batch.progressed_ns = WaitPolicy::now_ns();
   batch.reads_asked = reads.size();
   batch.bytes = 0;
   batch.first_offset_bytes = reads.empty() ? 0 : reads.front().offset_bytes;

@@ -1,11 +1,11 @@
 #include "io/read_failure.h"
 
-#include "io/file_stack.h"
+#include "io/layered_file.h"
 
 namespace kvswap {
 
 Status read_failure(const ReadProgress& read, const DataFile& file) {
-  const auto* stack = dynamic_cast<const FileStack*>(&file);
+  const auto* stack = dynamic_cast<const LayeredFile*>(&file);
   return read.failure(stack == nullptr ? file.directory()
                                        : stack->directory_of(read.offset_bytes()));
 }

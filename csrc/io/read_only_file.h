@@ -3,8 +3,8 @@
 #include <memory>
 #include <string>
 
+#include "io/anonymous_file.h"
 #include "io/data_file.h"
-#include "io/unnamed_file.h"
 
 namespace kvswap {
 

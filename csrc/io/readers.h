@@ -8,8 +8,8 @@
 
 #include "io/block_reader.h"
 #include "io/data_file.h"
-#include "io/patience.h"
 #include "io/timeline.h"
+#include "io/wait_policy.h"
 
 namespace kvswap {
 
@@ -24,7 +24,7 @@ struct ReaderOptions {
   int threads = 8;                      // for kThreads, 1..256; as many as the system grants
   int64_t call_bytes_max = 1 << 30;     // longer reads take several system calls; aligned
   Timeline* timeline = nullptr;  // is notified of each read; outlives the reader; null: nobody
-  const Patience* patience = nullptr;  // outlives the reader; null: its defaults
+  const WaitPolicy* patience = nullptr;  // outlives the reader; null: its defaults
 };
 
 struct OpenedReader {

@@ -75,7 +75,7 @@ class ThreadReader final : public BatchReader, private ReadPool::Work {
     const ReadProgress* failed = nullptr;
     for (ReadProgress& read : own) {
       const ReadProgress::Next next = make_read(batch->ticket, read, counted);
-      batch->progressed_ns = Patience::now_ns();  // wait() reads it without the lock
+      batch->progressed_ns = WaitPolicy::now_ns();  // wait() reads it without the lock
       if (next != ReadProgress::Next::kFailed) continue;
       failed = &read;
       break;  // a batch that failed needs no more

@@ -89,7 +89,7 @@ Status UringRing::open(int fd, int depth) {
   int result = -EINVAL;
   for (const unsigned flags : kFlagSets) {
     // One entry more than the depth for the read of the eventfd.
-    result = kernel().ring_setup(static_cast<unsigned>(depth) + 1, &ring_, flags);
+    result = syscalls().ring_setup(static_cast<unsigned>(depth) + 1, &ring_, flags);
     if (result != -EINVAL) break;
   }
   if (result != 0) return setup_error("io_uring_queue_init", -result);
@@ -129,7 +129,7 @@ void UringRing::prepare_read(const ReadProgress::Call& call, const FilePlace& pl
 
 int UringRing::submit(unsigned completions) {
   ++calls_;
-  return kernel().ring_submit(&ring_, completions);
+  return syscalls().ring_submit(&ring_, completions);
 }
 
 void UringRing::arm_wake() {

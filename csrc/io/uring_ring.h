@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "io/data_file.h"
-#include "io/kernel.h"
 #include "io/read_progress.h"
 #include "io/status.h"
+#include "io/syscalls.h"
 
 namespace kvswap {
 
@@ -52,7 +52,7 @@ class UringRing {
     std::array<RingCompletion, 64> completed;
     size_t count = 0;
     do {
-      count = static_cast<size_t>(kernel().ring_reap(&ring_, completed));
+      count = static_cast<size_t>(syscalls().ring_reap(&ring_, completed));
       for (size_t i = 0; i < count; ++i) {
         if (completed[i].tag == kWakeTag) {
           wake_is_armed_ = false;

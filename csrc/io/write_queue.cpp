@@ -99,7 +99,7 @@ class QueueState {
   uint64_t finished() const { return jobs_.empty() ? submitted_ : jobs_.front().number - 1; }
   bool has_work() const { return !jobs_.empty() && error_.is_ok(); }
   std::string describe() const;
-  const Patience& patience() const;
+  const WaitPolicy& patience() const;
   Status write(const Job& job) const;
   void write_oldest(std::unique_lock<std::mutex>& lock);
   void run();
@@ -124,8 +124,8 @@ class QueueState {
   std::thread thread_;
 };
 
-const Patience& QueueState::patience() const {
-  static const Patience usual;
+const WaitPolicy& QueueState::patience() const {
+  static const WaitPolicy usual;
   return options_.patience == nullptr ? usual : *options_.patience;
 }
 
@@ -140,7 +140,7 @@ std::string QueueState::describe() const {
 template <typename Ready>
 Status QueueState::wait_until(std::unique_lock<std::mutex>& lock, const Ready& ready) {
   if (ready()) return Status::ok();
-  if (!is_writing_) began_ns_ = Patience::now_ns();
+  if (!is_writing_) began_ns_ = WaitPolicy::now_ns();
   const auto start = std::chrono::steady_clock::now();
   error_ = Status::ok();
   work_.notify_one();
@@ -248,7 +248,7 @@ Status QueueState::write(const Job& job) const {
 void QueueState::write_oldest(std::unique_lock<std::mutex>& lock) {
   const Job job = jobs_.front();
   is_writing_ = true;
-  began_ns_ = Patience::now_ns();
+  began_ns_ = WaitPolicy::now_ns();
   lock.unlock();
   Status status = write(job);
   lock.lock();

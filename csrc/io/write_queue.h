@@ -6,9 +6,9 @@
 #include <span>
 
 #include "io/data_file.h"
-#include "io/patience.h"
 #include "io/status.h"
 #include "io/timeline.h"
+#include "io/wait_policy.h"
 
 namespace kvswap {
 
@@ -18,7 +18,7 @@ struct WriteQueueOptions {
   bool is_wiped = false;           // the staging buffers are zeros before they are given back
   bool is_within_calls = false;    // submit() writes; there is no thread
   Timeline* timeline = nullptr;    // is notified of each write; outlives the queue; null: nobody
-  const Patience* patience = nullptr;  // outlives the queue; null: its defaults
+  const WaitPolicy* patience = nullptr;  // outlives the queue; null: its defaults
 };
 
 /// Writes behind: one thread writes staging buffers to the file in the order they were handed in.

@@ -6,7 +6,7 @@
 #include "engine/plan.h"
 #include "kvswap/errors.h"
 #include "kvswap/memory_size.h"
-#include "methods/rows.h"
+#include "methods/summary/summary_encoder.h"
 
 namespace kvswap {
 namespace {
@@ -43,7 +43,7 @@ Settings between(const Settings& settings, const ModelShape& shape, int64_t step
     return high <= low ? high : low + (high - low) * step / kSteps;
   };
   Settings chosen = settings;
-  if (RowsKind::find(settings.rows)->takes_projections) {
+  if (SummaryKind::find(settings.rows)->takes_projections) {
     const int64_t width = row_width(settings, shape.kv_heads, shape.head_dim);
     const int64_t rank_min = std::min(kRankMin, width);
     std::vector<int64_t> ranks = ranks_of(settings, shape.layers);
@@ -341,7 +341,7 @@ int64_t FirstPass::context() const { return tokens + std::max<int64_t>(1024, tok
 
 std::vector<int64_t> effective_ranks(const Settings& settings, const ModelShape& shape,
                                      bool calibrated) {
-  if (!RowsKind::find(settings.rows)->takes_projections) return {};
+  if (!SummaryKind::find(settings.rows)->takes_projections) return {};
   std::vector<int64_t> ranks = ranks_of(settings, shape.layers);
   const int64_t width = row_width(settings, shape.kv_heads, shape.head_dim);
   const std::string& kind = settings.projection_kind;

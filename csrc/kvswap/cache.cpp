@@ -8,11 +8,11 @@
 #include <optional>
 #include <utility>
 
-#include "engine/check_settings.h"
-#include "engine/engine_report.h"
+#include "engine/report/engine_report.h"
+#include "engine/settings_check.h"
 #include "kvswap/cache_impl.h"
 #include "kvswap/engine_calls.h"
-#include "kvswap/exact_attention.h"
+#include "kvswap/prefill_attention.h"
 #include "kvswap/saved_session.h"
 
 namespace kvswap {
@@ -144,7 +144,7 @@ LookAhead Cache::wants_look_ahead(int64_t layer, int64_t tokens) const {
   Engine& engine = use.engine();
   const EngineOptions& options = engine.options();
   const std::vector<int64_t>& own = options.true_query_layers;
-  const LookAheadMode mode = engine.parts().look_ahead;
+  const LookAheadMode mode = engine.context().look_ahead;
   if (mode == LookAheadMode::kOff || layer < 0 || layer >= options.layers ||
       std::find(own.begin(), own.end(), layer) != own.end() || engine.exact_chunks().takes(layer) ||
       tokens > options.select_queries_max ||
@@ -153,7 +153,7 @@ LookAhead Cache::wants_look_ahead(int64_t layer, int64_t tokens) const {
   }
   if (engine.sequences().all_fit(layer)) return LookAhead::kAnyQuery;
   const bool pays =
-      mode == LookAheadMode::kTrust || engine.parts().adaptive_prefetch.predicts(layer);
+      mode == LookAheadMode::kTrust || engine.context().adaptive_prefetch.predicts(layer);
   return pays ? LookAhead::kPredicted : LookAhead::kNo;
 }
 
@@ -165,7 +165,7 @@ void Cache::look_ahead(int64_t layer, const Queries& query, const LookAheadTerms
     check_look_ahead(query, options);
     if (engine.positions(layer) > 0) check_batch("look_ahead", query, engine.batch());
   }
-  if (Timeline* timeline = engine.parts().timeline.get();
+  if (Timeline* timeline = engine.context().timeline.get();
       timeline != nullptr && terms.predicting_since_ns != 0) {
     timeline->record({.kind = SpanKind::kPredict,
                       .layer = layer,
@@ -194,7 +194,7 @@ void Cache::give(int64_t layer, const GroupScores& given) try {
   impl_->ran_out_of_memory();
 }
 
-void Cache::give(int64_t layer, const TokenWorth& given) try {
+void Cache::give(int64_t layer, const TokenImportance& given) try {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine(layer);
   const int64_t parts = std::max<int64_t>(1, engine.sequences().size());
@@ -206,7 +206,8 @@ void Cache::give(int64_t layer, const TokenWorth& given) try {
                                 std::to_string(given.decay.size()) + " numbers");
   }
   const float* decay = given.decay.empty() ? nullptr : given.decay.data();
-  throw_status(engine.given().take_worth(layer, {given.worth.data(), decay, parts, count / parts}));
+  throw_status(engine.given().set_token_importance(
+      layer, {given.worth.data(), decay, parts, count / parts}));
 } catch (const std::bad_alloc&) {
   impl_->ran_out_of_memory();
 }
@@ -263,7 +264,7 @@ void Cache::extend(int64_t layer, const NewTokens& tokens, const Queries& query,
   }
   const AttendArgs args = attend_args(layer, query, scale, output, terms, engine.options().dtype);
   const KeyValueView added = key_value_view(tokens);
-  ExactChunks& chunks = engine.exact_chunks();
+  ChunkedPrefill& chunks = engine.exact_chunks();
   if (!chunks.takes(layer)) {
     throw_status(engine.append(layer, added));
     impl_->attend(args);
@@ -284,7 +285,7 @@ EstimateWanted Cache::wants_estimate(int64_t layer, int64_t tokens) const {
   const EngineOptions& options = engine.options();
   // Rows that have no projection have no rank either.
   if (impl_->projection(layer).source != ProjectionSource::kNone || options.ranks.empty() ||
-      engine.parts().plan.is_exact(layer)) {
+      engine.context().plan.is_exact(layer)) {
     return EstimateWanted::kNo;
   }
   // A few tokens say too little, whatever they are.
@@ -385,10 +386,10 @@ bool Cache::has_padding(int64_t begin, int64_t end, bool* valid) const {
                                 std::to_string(begin) + ".." + std::to_string(end));
   }
   const Engine& engine = use.engine();
-  const int64_t apart = engine.parts().options.heads_apart;
+  const int64_t apart = engine.context().options.heads_apart;
   bool is_found = false;
   for (int64_t sequence = 0; sequence < engine.batch(); ++sequence) {
-    const TokenValidity& validity = engine.sequences().validity(sequence * apart);
+    const PaddingMask& validity = engine.sequences().validity(sequence * apart);
     for (int64_t position = begin; position < end; ++position) {
       // What nobody declared counts.
       const bool is_valid = position >= validity.positions() || validity.is_valid(position);

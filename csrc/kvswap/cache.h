@@ -116,7 +116,7 @@ class Cache {
 
   // What a program decides in the place of the settings' method.
   void give(int64_t layer, const GroupScores& scores);
-  void give(int64_t layer, const TokenWorth& worth);
+  void give(int64_t layer, const TokenImportance& worth);
   void give(int64_t layer, const GroupChoice& choice);
 
   /// The first call fixes the batch. Fails before anything is written when budget, quota or disk

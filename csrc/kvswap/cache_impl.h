@@ -13,8 +13,8 @@
 #include "kvswap/cache.h"
 #include "kvswap/engine_calls.h"
 #include "kvswap/errors.h"
-#include "kvswap/exact_attention.h"
-#include "kvswap/one_caller.h"
+#include "kvswap/exclusive_call_guard.h"
+#include "kvswap/prefill_attention.h"
 #include "kvswap/saved_session.h"
 
 namespace kvswap {
@@ -43,7 +43,7 @@ class Cache::Impl {
         : impl_(impl), call_(std::in_place, impl.caller_) {
       if (impl.is_broken_ && !reports) throw broken();
       if (impl.options_.stream) {
-        engine().parts().space->compute().set_compute_stream(impl.options_.stream());
+        engine().context().space->compute().set_compute_stream(impl.options_.stream());
       }
     }
     ~Use() {
@@ -67,7 +67,7 @@ class Cache::Impl {
 
    private:
     Impl& impl_;
-    std::optional<OneCaller::Call> call_;
+    std::optional<ExclusiveCallGuard::Call> call_;
   };
 
   /// An allocation failed in the middle of a call, and what that has left cannot be known: no call
@@ -109,7 +109,7 @@ class Cache::Impl {
   void find_projections() {
     if (engine_->options().ranks.empty()) return;  // its rows have none
     for (size_t layer = 0; layer < projections_.size(); ++layer) {
-      if (!engine_->parts().selector->is_ready(static_cast<int64_t>(layer))) continue;
+      if (!engine_->context().selector->is_ready(static_cast<int64_t>(layer))) continue;
       projections_[layer].source =
           options_.is_calibrated ? ProjectionSource::kGiven : ProjectionSource::kEstimated;
     }
@@ -144,7 +144,7 @@ class Cache::Impl {
   CacheOptions options_;
   std::unique_ptr<Engine> engine_;
   std::vector<Provenance> projections_;  // [layers]
-  OneCaller caller_;
+  ExclusiveCallGuard caller_;
   std::atomic<bool> is_broken_ = false;
 };
 

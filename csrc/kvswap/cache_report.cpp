@@ -81,9 +81,9 @@ std::string report_text(const Report& report) {
     table.row("attention missed",
               percent(missed->second) + " ± " + percent(counters.at("missed_mass_error")));
   }
-  if (const auto turns = counters.find("turns"); turns != counters.end()) {
-    table.row("turns", std::to_string(static_cast<int64_t>(turns->second)) + " of kept tokens, " +
-                           bytes(counters.at("turn_bytes_read")) + " read");
+  if (const auto refreshes = counters.find("turns"); refreshes != counters.end()) {
+    table.row("turns", std::to_string(static_cast<int64_t>(refreshes->second)) +
+                           " of kept tokens, " + bytes(counters.at("turn_bytes_read")) + " read");
     table.row("groups recalled",
               std::to_string(static_cast<int64_t>(counters.at("groups_recalled"))));
   }

@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "engine/check_settings.h"
+#include "engine/settings_check.h"
 #include "kvswap/json_fields.h"
 #include "kvswap/settings_rules.h"
 

@@ -4,7 +4,7 @@
 #include <set>
 #include <utility>
 
-#include "engine/check_settings.h"
+#include "engine/settings_check.h"
 #include "kvswap/config_blocks.h"
 #include "kvswap/errors.h"
 #include "kvswap/json.h"

@@ -6,7 +6,7 @@
 #include "device/find_device.h"
 #include "kvswap/errors.h"
 #include "kvswap/swap_config.h"
-#include "methods/rows.h"
+#include "methods/summary/summary_encoder.h"
 
 namespace kvswap {
 namespace {
@@ -54,7 +54,7 @@ EngineOptions engine_options(const CacheOptions& from) {
   to.dtype = engine_dtype(from.shape.dtype);
   to.directory = from.directory;
   to.ranks = from.ranks;
-  const RowsKind* rows = RowsKind::find(from.settings.rows);
+  const SummaryKind* rows = SummaryKind::find(from.settings.rows);
   if (to.ranks.empty() && rows != nullptr && rows->takes_projections) {
     to.ranks = ranks_of(from.settings, from.shape.layers);
   }

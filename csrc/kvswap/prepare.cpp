@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "engine/check_settings.h"
+#include "engine/settings_check.h"
 #include "io/host_info.h"
 #include "kvswap/cache_options.h"
 #include "kvswap/errors.h"

@@ -9,9 +9,9 @@
 #include <cstring>
 #include <utility>
 
+#include "io/anonymous_file.h"
 #include "io/file_bytes.h"
-#include "io/kernel.h"
-#include "io/unnamed_file.h"
+#include "io/syscalls.h"
 #include "kernels/cpu/element.h"
 #include "kvswap/errors.h"
 #include "kvswap/safetensors_header.h"
@@ -29,10 +29,10 @@ namespace {
 /// All of a regular file.
 FileBytes bytes_of(const std::string& path) {
   // Not to wait for the writer of a pipe of that name.
-  const OwnedFd file(kernel().open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK, 0));
+  const OwnedFd file(syscalls().open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK, 0));
   if (file.get() < 0) fail(-file.get(), path);
   struct stat facts{};
-  const int known = kernel().facts(file.get(), &facts);
+  const int known = syscalls().facts(file.get(), &facts);
   if (known < 0) fail(-known, path);
   if (S_ISDIR(facts.st_mode)) fail(EISDIR, path);
   if (!S_ISREG(facts.st_mode)) throw ConfigError("it is no regular file");

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <vector>
 
+#include "kvswap/atomic_directory.h"
 #include "kvswap/json.h"
-#include "kvswap/staged_folder.h"
 
 namespace kvswap {
 

@@ -11,7 +11,7 @@
 
 #include "io/error_text.h"
 #include "io/file_bytes.h"
-#include "io/kernel.h"
+#include "io/syscalls.h"
 #include "kvswap/budget.h"
 #include "kvswap/engine_calls.h"
 #include "kvswap/saved_folder.h"
@@ -35,7 +35,7 @@ OwnedFd taken(Result<OwnedFd> opened) {
 
 int64_t size_of(int fd, const std::string& path, const char* file) {
   struct stat facts{};
-  const int known = kernel().facts(fd, &facts);
+  const int known = syscalls().facts(fd, &facts);
   if (known == 0) return facts.st_size;
   throw SessionError(SessionError::Kind::kStorage,
                      "open: " + path + "/" + file + " must be readable, got " + errno_text(-known) +
@@ -65,8 +65,8 @@ std::string text_of(int fd, const std::string& path) {
 void check_is_there(int folder, const std::string& path) {
   struct stat held{};
   struct stat named{};
-  if (kernel().facts(folder, &held) == 0 &&
-      kernel().facts_at(AT_FDCWD, path.c_str(), &named, 0) == 0 && held.st_ino == named.st_ino &&
+  if (syscalls().facts(folder, &held) == 0 &&
+      syscalls().facts_at(AT_FDCWD, path.c_str(), &named, 0) == 0 && held.st_ino == named.st_ino &&
       held.st_dev == named.st_dev) {
     return;
   }

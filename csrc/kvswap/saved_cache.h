@@ -33,9 +33,10 @@ struct SaveArgs {
 /// A session in a folder: manifest.json, state.safetensors, records.bin; docs/saved_caches.md has
 /// the format.
 ///
-/// Opening checks manifest and state whole, and reads no record (of clusters see Loader): those are
-/// checked when they are read, as ever. Nothing is changed. While this, or a session over it,
-/// lives, the folder is locked: other processes may open it too, but nobody replaces or removes it.
+/// Opening checks manifest and state whole, and reads no record (of clusters see SnapshotReader):
+/// those are checked when they are read, as ever. Nothing is changed. While this, or a session over
+/// it, lives, the folder is locked: other processes may open it too, but nobody replaces or removes
+/// it.
 ///
 /// Throws ConfigError for a file of a newer version, SessionError for what is damaged (kCorrupt) or
 /// refused. Thread rules: const after opening, any thread.

@@ -5,11 +5,11 @@
 #include <string>
 #include <vector>
 
-#include "io/unnamed_file.h"
+#include "io/anonymous_file.h"
+#include "kvswap/atomic_directory.h"
 #include "kvswap/saved_cache.h"
 #include "kvswap/saved_manifest.h"
 #include "kvswap/saved_state.h"
-#include "kvswap/staged_folder.h"
 
 namespace kvswap {
 

@@ -7,8 +7,8 @@
 #include <cerrno>
 
 #include "io/error_text.h"
-#include "io/kernel.h"
-#include "kvswap/staged_folder.h"
+#include "io/syscalls.h"
+#include "kvswap/atomic_directory.h"
 
 namespace kvswap {
 namespace {
@@ -34,12 +34,12 @@ bool is_same(const struct stat& one, const struct stat& other) {
 Result<OwnedFd> open_records(int folder, const std::string& path) {
   // Not to wait for the writer of a pipe of that name.
   const int fd =
-      kernel().open_at(folder, kRecordsFile, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0);
+      syscalls().open_at(folder, kRecordsFile, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0);
   if (fd == -ENOENT || fd == -ELOOP || fd == -ENXIO) return OwnedFd();
   if (fd < 0) return saved_failure(path, std::string(kRecordsFile) + " must be readable", -fd);
   OwnedFd records(fd);
   struct stat facts{};
-  const int known = kernel().facts(fd, &facts);
+  const int known = syscalls().facts(fd, &facts);
   if (known != 0)
     return saved_failure(path, std::string(kRecordsFile) + " must be readable", -known);
   if (!S_ISREG(facts.st_mode)) return OwnedFd();
@@ -64,8 +64,8 @@ Status is_gone(const std::string& path) {
 bool has_name(int parent, const std::string& name, int folder) {
   struct stat held{};
   struct stat named{};
-  return kernel().facts(folder, &held) == 0 &&
-         kernel().facts_at(parent, name.c_str(), &named, AT_SYMLINK_NOFOLLOW) == 0 &&
+  return syscalls().facts(folder, &held) == 0 &&
+         syscalls().facts_at(parent, name.c_str(), &named, AT_SYMLINK_NOFOLLOW) == 0 &&
          is_same(held, named);
 }
 
@@ -74,7 +74,7 @@ bool has_name(int parent, const std::string& name, int folder) {
 OwnLocks::OwnLocks(std::span<const int> own, const struct stat& file) {
   for (const int fd : own) {
     struct stat facts{};
-    if (fd >= 0 && kernel().facts(fd, &facts) == 0 && is_same(facts, file)) fds_.push_back(fd);
+    if (fd >= 0 && syscalls().facts(fd, &facts) == 0 && is_same(facts, file)) fds_.push_back(fd);
   }
   for (const int fd : fds_) (void)::flock(fd, LOCK_UN);
 }
@@ -93,13 +93,13 @@ Status saved_failure(const std::string& path, const std::string& must, int error
 Result<Alone> lock_alone(int parent, const std::string& name, const std::string& path,
                          std::span<const int> own) {
   for (int attempt = 0; attempt < kRacesMax; ++attempt) {
-    const int opened =
-        kernel().open_at(parent, name.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
+    const int opened = syscalls().open_at(parent, name.c_str(),
+                                          O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
     if (opened == -ENOENT) return is_gone(path);
     if (opened < 0) return saved_failure(path, "must be a folder", -opened);
     const OwnedFd folder(opened);
     struct stat facts{};
-    const int known = kernel().facts_at(opened, kManifestFile, &facts, AT_SYMLINK_NOFOLLOW);
+    const int known = syscalls().facts_at(opened, kManifestFile, &facts, AT_SYMLINK_NOFOLLOW);
     if (known != 0 && known != -ENOENT) {
       return saved_failure(path, std::string(kManifestFile) + " must be readable", -known);
     }
@@ -117,7 +117,7 @@ Result<Alone> lock_alone(int parent, const std::string& name, const std::string&
     Alone alone;
     alone.records = std::move(records.value());
     if (alone.records.get() >= 0) {
-      if (kernel().facts(alone.records.get(), &facts) == 0) alone.own = OwnLocks(own, facts);
+      if (syscalls().facts(alone.records.get(), &facts) == 0) alone.own = OwnLocks(own, facts);
       if (!lock_records(alone.records.get())) return in_use(path);
     }
     if (has_name(parent, name, opened)) return alone;

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "io/anonymous_file.h"
 #include "io/status.h"
-#include "io/unnamed_file.h"
 
 namespace kvswap {
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/base_files.h"
+#include "engine/snapshot/parent_files.h"
 #include "kvswap/model_shape.h"
 #include "kvswap/settings.h"
 

@@ -11,11 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include "engine/saved_names.h"
+#include "engine/snapshot/tensor_names.h"
 #include "io/error_text.h"
-#include "io/kernel.h"
 #include "io/read_only_file.h"
-#include "io/wiping.h"
+#include "io/secure_erase.h"
+#include "io/syscalls.h"
 #include "kvswap/engine_calls.h"
 #include "kvswap/safetensors_writer.h"
 #include "kvswap/saved_folder.h"
@@ -40,13 +40,14 @@ std::vector<SavedTensor> kept_tensors(const SaveArgs& args) {
 }
 
 /// A folder that is filled with one session.
-class FolderTarget final : public SaveTarget {
+class FolderTarget final : public SnapshotTarget {
  public:
-  FolderTarget(std::unique_ptr<StagedFolder> folder, SavedManifest manifest, const SaveArgs& args)
+  FolderTarget(std::unique_ptr<AtomicDirectory> folder, SavedManifest manifest,
+               const SaveArgs& args)
       : folder_(std::move(folder)), manifest_(std::move(manifest)), args_(args) {}
 
   Result<bool> link_records(int fd) override {
-    const int named = kernel().name_file(fd, folder_->fd(), kRecordsFile);
+    const int named = syscalls().name_file(fd, folder_->fd(), kRecordsFile);
     // Another file system, one without unnamed files, or a limit of this one: a copy will do.
     if (named == -ENOSPC || named == -EDQUOT || named == -EIO) {
       return Status::storage("save: " + folder_->target() + " must take its records, got " +
@@ -120,7 +121,7 @@ class FolderTarget final : public SaveTarget {
     return folder_->finish_file(file.value().get(), kManifestFile);
   }
 
-  std::unique_ptr<StagedFolder> folder_;
+  std::unique_ptr<AtomicDirectory> folder_;
   SavedManifest manifest_;
   const SaveArgs& args_;
   OwnedFd records_;
@@ -129,7 +130,7 @@ class FolderTarget final : public SaveTarget {
 
 std::unique_ptr<Engine> loaded(const EngineOptions& options, ParallelFor parallel,
                                const SavedCounts& counts, const SavedTensors& tensors,
-                               Summaries* shared = nullptr) {
+                               SummaryStore* shared = nullptr) {
   auto engine = Engine::create(options, std::move(parallel));
   throw_status(engine.status());
   throw_status(engine.value()->loader().load(counts, tensors, shared));
@@ -153,10 +154,12 @@ void save_engine(Engine& engine, const CacheOptions& options, const SaveArgs& ar
   manifest.facts = args.facts;
   (void)manifest_text(manifest);  // facts that are none are refused before anything is made
   std::vector<int> own;
-  for (const FileStack::Part& part : engine.parts().file->parts()) own.push_back(part.file->fd());
-  auto folder = StagedFolder::create(
+  for (const LayeredFile::Part& part : engine.context().file->parts())
+    own.push_back(part.file->fd());
+  auto folder = AtomicDirectory::create(
       args.path,
-      args.overwrite ? StagedFolder::Existing::kReplace : StagedFolder::Existing::kRefuse, own);
+      args.overwrite ? AtomicDirectory::Existing::kReplace : AtomicDirectory::Existing::kRefuse,
+      own);
   throw_status(folder.status());
   FolderTarget target(std::move(folder.value()), std::move(manifest), args);
   throw_status(engine.saver().save(target));
@@ -168,7 +171,7 @@ std::unique_ptr<Engine> open_engine(const SavedCache& saved, const CacheOptions&
   const SavedCounts& counts = impl.manifest.counts;
   // A descriptor of its own: O_DIRECT is one's own, and so is the lock.
   const std::string own = "/proc/self/fd/" + std::to_string(impl.records.get());
-  OwnedFd records(kernel().open(own.c_str(), O_RDONLY | O_CLOEXEC, 0));
+  OwnedFd records(syscalls().open(own.c_str(), O_RDONLY | O_CLOEXEC, 0));
   const int error = records.get() < 0                                ? -records.get()
                     : ::flock(records.get(), LOCK_SH | LOCK_NB) != 0 ? errno
                                                                      : 0;
@@ -179,7 +182,7 @@ std::unique_ptr<Engine> open_engine(const SavedCache& saved, const CacheOptions&
                        error, impl.path);
   }
   EngineOptions engine = engine_options(options);
-  auto base = std::make_shared<BaseFiles>();
+  auto base = std::make_shared<ParentFiles>();
   base->parts.push_back(
       {make_read_only_file(std::move(records),
                            {.directory = impl.path,

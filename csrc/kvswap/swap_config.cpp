@@ -11,7 +11,7 @@
 #include "kvswap/config_json.h"
 #include "kvswap/errors.h"
 #include "kvswap/settings_rules.h"
-#include "methods/rows.h"
+#include "methods/summary/summary_encoder.h"
 
 namespace kvswap {
 namespace {
@@ -47,7 +47,7 @@ std::string read_file(const std::string& path, const std::string& where) {
 /// Of rows that have one.
 void check_ranks(const Settings& settings, int64_t width) {
   const RankRange range = {width};
-  if (RowsKind::find(settings.rows)->takes_projections && !range.holds(settings.rank)) {
+  if (SummaryKind::find(settings.rows)->takes_projections && !range.holds(settings.rank)) {
     throw ConfigError("summary.rank: must be " + range.words() + ", since the keys are no wider");
   }
 }

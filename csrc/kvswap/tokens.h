@@ -74,7 +74,7 @@ struct GroupScores {
 
 /// With keeper=given, after each append(): what the layer's newest tokens are worth to be kept. The
 /// best stay, the earlier one first among equals; -inf: never.
-struct TokenWorth {
+struct TokenImportance {
   std::span<const float> worth;       // [batch, tokens]; heads=each: [batch * kv_heads, tokens]
   std::span<const float> decay = {};  // what they lose with each later token: as worth, or empty
 };

@@ -8,7 +8,7 @@ const char* use_name(Use use) {
   switch (use) {
     case Use::kPages:
       return "pages";
-    case Use::kKept:
+    case Use::kRetained:
       return "kept";
     case Use::kSummary:
       return "summary";

@@ -11,7 +11,7 @@ namespace kvswap {
 /// What a byte of the budget is used for.
 enum class Use {
   kPages,
-  kKept,  // tokens that stay whatever is asked
+  kRetained,  // tokens that stay whatever is asked
   kSummary,
   kTables,
   kStaging,

@@ -4,7 +4,7 @@
 
 namespace kvswap {
 
-/// Adds Clusters, which tests compare with the reference.
+/// Adds AdaptiveClusters, which tests compare with the reference.
 void bind_clusters(pybind11::module_& module);
 
 }  // namespace kvswap

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "io/merge.h"
+#include "io/read_coalescing.h"
 #include "memory/page_map.h"
 
 namespace py = pybind11;

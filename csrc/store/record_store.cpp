@@ -98,7 +98,7 @@ RecordKey RecordStore::key(int64_t layer, int64_t sequence, int64_t group) const
 bool RecordStore::verify(int64_t layer, int64_t sequence, int64_t group,
                          const std::byte* bytes) const {
   if (!has_checksums_) return true;
-  const RecordList::Record& expected = record(layer, sequence, group);
+  const RecordRegistry::Record& expected = record(layer, sequence, group);
   const RecordOf of = {places_.seed_of(expected.place), layer, group, expected.serial};
   return record_checksum({bytes, static_cast<size_t>(record_bytes())}, of) == expected.checksum;
 }

@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "io/data_file.h"
-#include "io/kept_memory.h"
+#include "io/pooled_memory.h"
 #include "io/write_queue.h"
 #include "store/layout.h"
-#include "store/record_list.h"
-#include "store/record_places.h"
+#include "store/record_locations.h"
+#include "store/record_registry.h"
 #include "store/record_tables.h"
 #include "store/record_writes.h"
 #include "store/saved_records.h"
@@ -30,14 +30,14 @@ struct RecordStoreOptions {
   std::vector<SeedRange> seeds_below = {};  // of those files' records
 };
 
-/// Groups to and from the file: sealed records (RecordList), reached through a table per layer and
-/// sequence (RecordTables).
+/// Groups to and from the file: sealed records (RecordRegistry), reached through a table per layer
+/// and sequence (RecordTables).
 ///
 /// A record is immutable once sealed and counted by the tables that hold it: sequences that share a
-/// past share its records, and its space (RecordPlaces) is used again when the last table drops it.
-/// Sealed bytes reach the file in order behind the caller's back (RecordWrites); ensure_written()
-/// waits for one record. Checksums (XXH3, seeded with session, layer, group and record) sit in
-/// memory.
+/// past share its records, and its space (RecordLocations) is used again when the last table drops
+/// it. Sealed bytes reach the file in order behind the caller's back (RecordWrites);
+/// ensure_written() waits for one record. Checksums (XXH3, seeded with session, layer, group and
+/// record) sit in memory.
 ///
 /// Thread rules: one thread at a time. The file must outlive the store.
 class RecordStore {
@@ -109,23 +109,23 @@ class RecordStore {
   /// What is said above of a group holds from RecordTables::first_group() on.
   RecordTables& tables() { return tables_; }
   const RecordTables& tables() const { return tables_; }
-  const RecordList& records() const { return records_; }
-  RecordPlaces& places() { return places_; }
-  const RecordPlaces& places() const { return places_; }
+  const RecordRegistry& records() const { return records_; }
+  RecordLocations& places() { return places_; }
+  const RecordLocations& places() const { return places_; }
   RecordWrites& writes() { return writes_; }
 
   /// Of all records that tables hold.
   int64_t bytes_held() const { return records_.held() * record_bytes(); }
   /// Bytes of tables for one more group of one sequence in one layer, beside its note.
   static constexpr int64_t table_bytes_per_group() {
-    return sizeof(RecordList::Record) + RecordTables::bytes_per_group();
+    return sizeof(RecordRegistry::Record) + RecordTables::bytes_per_group();
   }
 
  private:
   RecordStore(DataFile* file, std::unique_ptr<Layout> layout, const RecordStoreOptions& options,
               std::unique_ptr<WriteQueue> queue, int64_t buffer_bytes);
 
-  const RecordList::Record& record(int64_t layer, int64_t sequence, int64_t group) const {
+  const RecordRegistry::Record& record(int64_t layer, int64_t sequence, int64_t group) const {
     return records_.at(tables_.number(layer, sequence, group));
   }
 
@@ -133,9 +133,9 @@ class RecordStore {
   int64_t note_bytes_;
   bool has_checksums_;
   int64_t buffer_bytes_;
-  std::unique_ptr<std::pmr::memory_resource> kept_ = make_kept_memory();  // of list and tables
-  RecordPlaces places_;
-  RecordList records_;
+  std::unique_ptr<std::pmr::memory_resource> kept_ = make_pooled_memory();  // of list and tables
+  RecordLocations places_;
+  RecordRegistry records_;
   RecordTables tables_;
   RecordWrites writes_;
 };

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "store/record_list.h"
+#include "store/record_registry.h"
 
 namespace kvswap {
 
@@ -23,7 +23,7 @@ class RecordTables {
   using Released = std::function<void(uint32_t)>;
 
   /// records and memory, where the tables are kept, outlive them.
-  RecordTables(int64_t layers, RecordList& records, std::pmr::memory_resource* memory,
+  RecordTables(int64_t layers, RecordRegistry& records, std::pmr::memory_resource* memory,
                Released released)
       : records_(records), memory_(memory), released_(std::move(released)), tables_(layers) {}
 
@@ -90,7 +90,7 @@ class RecordTables {
     if (records_.release(number)) released_(number);
   }
 
-  RecordList& records_;
+  RecordRegistry& records_;
   std::pmr::memory_resource* memory_;
   Released released_;
   std::vector<std::vector<Table>> tables_;  // [layers][sequences]

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "io/write_queue.h"
-#include "store/record_list.h"
+#include "store/record_registry.h"
 
 namespace kvswap {
 
@@ -16,7 +16,7 @@ namespace kvswap {
 class RecordWrites {
  public:
   /// records outlives it.
-  RecordWrites(std::unique_ptr<WriteQueue> queue, const RecordList& records)
+  RecordWrites(std::unique_ptr<WriteQueue> queue, const RecordRegistry& records)
       : queue_(std::move(queue)), records_(records) {}
 
   /// What lends the buffers, and counts.
@@ -50,7 +50,7 @@ class RecordWrites {
   void forget_written();
 
   std::unique_ptr<WriteQueue> queue_;
-  const RecordList& records_;
+  const RecordRegistry& records_;
   std::deque<PendingWrite> pending_;
   uint64_t last_write_ = 0;
 };

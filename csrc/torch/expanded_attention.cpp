@@ -22,7 +22,7 @@
 #include "torch/element_type.h"
 #include "torch/op_checks.h"
 #include "torch/partial_attention.h"
-#include "torch/past_tensors.h"
+#include "torch/prefix_tensors.h"
 
 namespace kvswap {
 namespace {
@@ -47,7 +47,7 @@ class ExpandedPart final : public ExactPart {
                const at::Tensor& query, const AttendArgs& args, at::Tensor sinks, at::Tensor output,
                int64_t position)
       : engine_(engine),
-        options_(engine.parts().plan.options),
+        options_(engine.context().plan.options),
         validity_(engine.sequences().validity(part)),
         queries_(queries),
         width_(std::max(query.size(2), queries.value_dim())),
@@ -64,17 +64,17 @@ class ExpandedPart final : public ExactPart {
   }
 
   bool unpacks() const override { return true; }
-  Status visit_sealed(const PastStream::Block& block) override {
-    const Plan& plan = engine_.parts().plan;
+  Status visit_sealed(const PrefixStream::Block& block) override {
+    const Plan& plan = engine_.context().plan;
     attend(unpack_here(plan, block, query_.options()).first[0],
            block.first_group * options_.group_tokens);
     return Status::ok();
   }
-  Status visit_left(const LeftTokens& left) override {
+  Status visit_left(const SurvivingTokens& left) override {
     const int64_t pages = (left.count + options_.group_tokens - 1) / options_.group_tokens;
     if (pages == 0) return Status::ok();
     const at::Tensor bytes = at::from_blob(const_cast<std::byte*>(left.pages.data()),
-                                           {pages, engine_.parts().plan.group_bytes}, at::kByte);
+                                           {pages, engine_.context().plan.group_bytes}, at::kByte);
     const at::Tensor keys = split_pages(options_, bytes.view(query_.scalar_type())).first[0];
     // They all count, and are before every query of the chunk, wherever they stood.
     attend_blocks(keys.narrow(0, 0, left.count), position_ - left.count, {});
@@ -106,7 +106,7 @@ class ExpandedPart final : public ExactPart {
     log_sum_exp_.sub_(share.log());
   }
 
-  KeptTokens::Window window(int64_t most) const override {
+  RetainedTokens::Window window(int64_t most) const override {
     const int64_t count = std::min(most, plain_.size(1));
     const int64_t first = plain_.size(1) - count;
     ExpandedQueries newest = queries_;
@@ -229,7 +229,7 @@ class ExpandedPart final : public ExactPart {
 
   const Engine& engine_;
   const EngineOptions& options_;
-  const TokenValidity& validity_;
+  const PaddingMask& validity_;
   const ExpandedQueries queries_;
   const int64_t width_;  // of keys and values alike, as kernels want them
   const at::Tensor plain_;

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "kvswap/exact_attention.h"
+#include "kvswap/prefill_attention.h"
 #include "torch/expanded_queries.h"
 
 namespace kvswap {

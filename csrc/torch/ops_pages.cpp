@@ -18,7 +18,7 @@ constexpr const char* kTransfer = "transfer_records";
 constexpr int64_t kPieceRows = 16;  // of one thread at least
 
 /// What is copied at once: whole records, or with a row of slots for each KV head a head's K and V.
-struct Rows {
+struct SummaryEncoder {
   at::Tensor source;  // [rows, row]
   at::Tensor target;  // [rows, row], a view
   std::vector<int64_t> from;
@@ -58,16 +58,16 @@ int64_t checked_slot(const char* name, int32_t slot, int64_t count) {
   return slot;
 }
 
-Rows rows_of(const at::Tensor& source, const at::Tensor& target, const at::Tensor& from,
-             const at::Tensor& to) {
+SummaryEncoder rows_of(const at::Tensor& source, const at::Tensor& target, const at::Tensor& from,
+                       const at::Tensor& to) {
   const int64_t tables = from.size(0), count = from.size(1);
   const bool is_whole = tables == 1;
   const int64_t source_heads = is_whole ? 1 : source.size(1);
   const int64_t target_heads = is_whole ? 1 : target.size(1);
-  Rows rows{source.contiguous().view({source.size(0) * source_heads, -1}),
-            target.view({target.size(0) * target_heads, -1}),
-            {},
-            {}};
+  SummaryEncoder rows{source.contiguous().view({source.size(0) * source_heads, -1}),
+                      target.view({target.size(0) * target_heads, -1}),
+                      {},
+                      {}};
   std::vector<bool> is_written(rows.target.size(0));
   const at::Tensor source_slots = from.contiguous(), target_slots = to.contiguous();
   for (int64_t i = 0; i < tables * count; ++i) {
@@ -110,7 +110,7 @@ void copy_rows(const at::Tensor& source, const at::Tensor& target, const std::ve
 void transfer_records(const at::Tensor& source, at::Tensor& target, const at::Tensor& source_slots,
                       const at::Tensor& target_slots) {
   check_transfer(source, target, source_slots, target_slots);
-  Rows rows = rows_of(source, target, source_slots, target_slots);
+  SummaryEncoder rows = rows_of(source, target, source_slots, target_slots);
   if (rows.from.empty() || rows.source.size(1) == 0) return;
   if (source.is_cpu() && target.is_cpu()) {
     return copy_rows(rows.source, rows.target, rows.from, rows.to.data());

@@ -23,8 +23,8 @@ namespace kvswap {
 namespace {
 
 /// A summary and, for int8, its scales: contiguous and checked.
-struct Summary {
-  Summary(const char* where, const at::Tensor& summary, const OptionalTensor& token_scale)
+struct KeySummary {
+  KeySummary(const char* where, const at::Tensor& summary, const OptionalTensor& token_scale)
       : rows(summary.contiguous()) {
     check_summary(where, summary, token_scale);
     if (!token_scale) return;
@@ -52,7 +52,7 @@ struct Summary {
 
 at::Tensor low_rank_score_cpu(const at::Tensor& summary, const at::Tensor& query,
                               const OptionalTensor& token_scale) {
-  const Summary source("low_rank_score", summary, token_scale);
+  const KeySummary source("low_rank_score", summary, token_scale);
   check_score(summary, query);
   const at::Tensor queries = query.contiguous();
   const int64_t count = query.size(1);
@@ -97,7 +97,7 @@ at::Tensor group_max_cpu(const at::Tensor& scores, int64_t group_tokens) {
 
 /// Products of one sequence's tokens with its queries, [queries, tokens], as a score by mass has
 /// them: int8 rows meet int8 queries.
-void head_products(const Summary& source, int64_t sequence, const float* query, int64_t queries,
+void head_products(const KeySummary& source, int64_t sequence, const float* query, int64_t queries,
                    float* products) {
   if (source.dtype() != DType::kInt8) {
     low_rank_score({.summary = source.block(sequence, 0),
@@ -142,7 +142,7 @@ void forget_heads_without_numbers(const float* query, int64_t rank, std::vector<
 
 at::Tensor group_mass_cpu(const at::Tensor& summary, const at::Tensor& query, int64_t group_tokens,
                           c10::string_view join, const OptionalTensor& token_scale) {
-  const Summary source("group_mass", summary, token_scale);
+  const KeySummary source("group_mass", summary, token_scale);
   const HeadJoin joined = check_mass(summary, query, group_tokens, join);
   const at::Tensor queries = query.contiguous();
   const int64_t heads = query.size(1);
@@ -190,7 +190,7 @@ std::tuple<at::Tensor, at::Tensor> top_k_groups_cpu(const at::Tensor& scores, in
 
 /// One token position per sequence, or `otherwise` for all.
 at::Tensor token_bounds(const char* name, const OptionalTensor& bounds, int64_t otherwise,
-                        const Summary& summary) {
+                        const KeySummary& summary) {
   if (!bounds) return at::full({summary.batch()}, otherwise, at::kLong);
   check_token_bounds(name, *bounds, summary.batch());
   const at::Tensor contiguous = bounds->contiguous();
@@ -206,7 +206,7 @@ std::tuple<at::Tensor, at::Tensor> select_groups_cpu(const at::Tensor& summary,
                                                      int64_t k, const OptionalTensor& token_scale,
                                                      const OptionalTensor& first_tokens,
                                                      const OptionalTensor& last_tokens) {
-  const Summary source("select_groups", summary, token_scale);
+  const KeySummary source("select_groups", summary, token_scale);
   check_select(summary, query, group_tokens, k);
   const at::Tensor queries = query.contiguous();
   const at::Tensor first = token_bounds("first_tokens", first_tokens, 0, source);

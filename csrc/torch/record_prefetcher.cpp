@@ -11,9 +11,9 @@
 #include <new>
 #include <utility>
 
-#include "io/patience.h"
+#include "io/anonymous_file.h"
 #include "io/read_only_file.h"
-#include "io/unnamed_file.h"
+#include "io/wait_policy.h"
 
 namespace kvswap {
 namespace {

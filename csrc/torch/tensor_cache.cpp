@@ -17,7 +17,7 @@
 #include "torch/parallel.h"
 #include "torch/projection.h"
 #include "torch/torch_device.h"
-#include "torch/torch_exact_attention.h"
+#include "torch/torch_prefill_attention.h"
 
 namespace kvswap {
 namespace {
@@ -244,7 +244,7 @@ void TensorCache::give_worth(int64_t layer, const at::Tensor& worth,
                              const std::optional<at::Tensor>& decay) {
   const at::Tensor packed = host_numbers("give_worth: worth", worth, 2);
   at::Tensor lost;
-  TokenWorth given = {.worth = span_of(packed)};
+  TokenImportance given = {.worth = span_of(packed)};
   if (decay) {
     lost = host_numbers("give_worth: decay", *decay, 2);
     TORCH_CHECK_VALUE(lost.sizes() == packed.sizes(), "give_worth: decay must be as worth, ",

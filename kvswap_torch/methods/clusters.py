@@ -1,7 +1,7 @@
 """DynaKV: clusters of similar keys that grow, and split while decoding (4.1, 4.2, Algorithm 1).
 
 Which tokens stand in which cluster, for one row: a sequence, or one KV head of it. Plain torch: the
-reference of `csrc/methods/clusters.h`. What
+reference of `csrc/methods/clusters/adaptive_clusters.h`. What
 the paper leaves open is said where it is decided.
 """
 

@@ -11,7 +11,7 @@ from kvswap_torch.methods.clusters import ClusterOptions
 
 
 class EngineClusters:
-    """`kvswap_torch.methods.clusters.Clusters`, computed by `csrc/methods/clusters.h`.
+    """`kvswap_torch.methods.clusters.Clusters`, computed by its C++ twin (`adaptive_clusters.h`).
 
     The same rules; sums in between are fp64, so that threads and the CPU change no bit. What is
     given out are copies.

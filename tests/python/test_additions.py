@@ -26,10 +26,10 @@ CONFIG |= {"selection": SELECTION | {"patience": 30}}
 
 PATIENCE = "assert schema()['properties']['selection']['properties']['patience']"
 FIELD = '    patience: int = number(7, 1, 100, "steps that nobody waits for")\n'
-REGISTERED = """    RowsKind{.name = "first", .source = "", .takes_projections = false,
+REGISTERED = """    SummaryKind{.name = "first", .source = "", .takes_projections = false,
              .scores_by_mass = false, .needs_all_heads = false, .is_given = false,
              .is_of_clusters = false,
-             .on_device = nullptr, .shape = FirstRows::shape_of, .make = FirstRows::make},
+             .on_device = nullptr, .shape = FirstEncoder::shape_of, .make = FirstEncoder::make},
 """
 PROGRAM = """
 add_executable(additions main.cpp)
@@ -63,10 +63,11 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tree / "kvswap_torch" / "config" / "blocks.py"
     insert(config, "    max_step_tokens: int = number(\n", FIELD)
     insert(config, '"user", "none"),', '"first", ')
-    shutil.copy(ADDED / "first_rows.h", tree / "csrc" / "methods")
-    kinds = tree / "csrc" / "methods" / "rows_kind.cpp"
-    insert(kinds, '#include "methods/given_rows.h"', '#include "methods/first_rows.h"\n')
-    insert(kinds, '    RowsKind{.name = "given",', REGISTERED)
+    shutil.copy(ADDED / "first_encoder.h", tree / "csrc" / "methods" / "summary")
+    kinds = tree / "csrc" / "methods" / "summary" / "summary_registry.cpp"
+    included = '#include "methods/summary/user_scored_encoder.h"'
+    insert(kinds, included, '#include "methods/summary/first_encoder.h"\n')
+    insert(kinds, '    SummaryKind{.name = "given",', REGISTERED)
     methods = tree / "kvswap_torch" / "methods"
     shutil.copy(ADDED / "first.py", methods)
     insert(methods / "__init__.py", "kvswap, quest, shadowkv\n", "first, ")

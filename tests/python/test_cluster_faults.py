@@ -1,6 +1,6 @@
 """Faults under a cache that chooses clusters: one clear error, then the same pass again.
 
-What a fault leaves of clusters, token by token, is held by tests/cpp/engine/test_clustering.cpp.
+What a fault leaves of clusters, token by token: tests/cpp/engine/test_cluster_updater.cpp.
 """
 
 from __future__ import annotations

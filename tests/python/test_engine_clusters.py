@@ -2,7 +2,7 @@
 
 The reference runs in fp64 here, on keys without ties: then both must decide alike, whatever the
 order of a sum is on this CPU. What must hold of both for any keys stands in `test_clusters.py`,
-what threads and instruction sets must not change in `tests/cpp/methods/test_clusters.cpp`.
+what threads and instruction sets must not change in `tests/cpp/methods/test_adaptive_clusters.cpp`.
 """
 
 import pytest

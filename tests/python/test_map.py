@@ -22,7 +22,7 @@ KNOT_MAX = 3  # pairs of a header and its source that may lead to one another
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc", "base", "core"}
 
 # Who may include whom. Every room sees io's Status, where small things are kept, what is saved.
-SHARED = {"io/status.h", "io/kept_memory.h", "io/saved_tensor.h"}
+SHARED = {"io/status.h", "io/pooled_memory.h", "io/saved_tensor.h"}
 # The table of settings, and what a pass is: plain words, which the engine is made of and every face
 # shows.
 TABLE = {"kvswap/pass.h", "kvswap/settings.h", "kvswap/settings_rules.h"}
@@ -192,7 +192,7 @@ def test_cpu_and_cuda_never_include_each_other_and_contracts_include_neither() -
 
 def test_cuda_kernels_are_seen_through_one_header_and_by_the_gpu_side_alone() -> None:
     """A build without CUDA links none of them; the device seam shares its arguments alone."""
-    seam = ("device/", "engine/page_space.h")
+    seam = ("device/", "engine/backend/memory_backend.h")
     wrong = []
     for path in CPP:
         place = path.relative_to(CSRC).as_posix()
@@ -366,7 +366,27 @@ def test_a_source_of_the_engine_says_what_its_own_header_declares() -> None:
     """Else a knot of two parts would look like none."""
     paths = {path.relative_to(CSRC).as_posix() for path in sources(CSRC / "engine", ".h", ".cpp")}
     alone = {path for path in paths if str(Path(path).with_suffix(".h")) not in paths}
-    assert alone == {"engine/host_space.cpp"}  # beside page_space.h, whose other kind is a header
+    assert alone == {"engine/backend/host_backend.cpp"}  # declared in memory_backend.h
+
+
+def test_parts_of_the_engine_that_are_optional_are_known_to_what_drives_them_alone() -> None:
+    """A step selects and reads the same whether tokens are retained, or keys are in clusters."""
+    apart = {
+        "step": {"retention", "clusters", "prefill", "snapshot", "report"},
+        "retention": {"clusters", "snapshot", "report"},
+        "clusters": {"retention", "step", "snapshot", "report"},
+        "backend": {"sequence", "step", "prefill", "retention", "clusters", "snapshot", "report"},
+        "sequence": {"step", "prefill", "retention", "snapshot", "report"},
+        "prefill": {"clusters", "snapshot", "report"},
+    }
+    wrong = [
+        f"{path.relative_to(ROOT)} includes {what}"
+        for folder, others in apart.items()
+        for path in sources(CSRC / "engine" / folder, ".h", ".cpp")
+        for _, what in includes(path)
+        if what.startswith("engine/") and what.split("/")[1] in others
+    ]
+    assert wrong == []
 
 
 def test_words_of_settings_are_read_when_an_engine_is_opened_and_never_again() -> None:
@@ -376,7 +396,7 @@ def test_words_of_settings_are_read_when_an_engine_is_opened_and_never_again() -
         r"options(?:_|\(\))?\.(?:rows|keeper|grouping|layout|records|heads|score|replacement|"
         r"keep_\w+)\s*[=!]=\s*\""
     )
-    opening = {"engine_options", "keep_plan", "plan", "engine_parts"}
+    opening = {"engine_options", "retention_plan", "plan", "engine_context"}
     wrong = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for path in sources(CSRC / "engine", ".h", ".cpp")

@@ -4,7 +4,8 @@ The same bits from every reader and any number of threads, equality with the ful
 refused, what `stats()` tells.
 
 What is attended, where each token stands and what faults leave is held token by token by
-tests/cpp/engine/test_clustering.cpp; that clusters are the reference's, by test_engine_clusters.py.
+tests/cpp/engine/test_cluster_updater.cpp; that clusters are the reference's, by
+test_engine_clusters.py.
 """
 
 from __future__ import annotations
@@ -355,7 +356,7 @@ def test_stats_tell_of_clusters(tmp_path, llama):
 
 
 def test_audits_say_what_clusters_miss_and_a_limit_takes_more_of_them(tmp_path, llama):
-    """The share itself is held by tests/cpp/engine/test_clustering.cpp."""
+    """The share itself is held by tests/cpp/engine/test_cluster_updater.cpp."""
     made = small(groups_max=4, pages_max=16, audit_every=1, audit_groups=64, missed_mass_max=0.05)
     with KVSwapCache(llama, tmp_path, made) as cache:
         greedy(llama, prompt(1, 300), cache, tokens=30)

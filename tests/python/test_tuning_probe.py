@@ -21,7 +21,7 @@ from kvswap_torch.tuning.probe import BLOCKS, DEPTHS, probe_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
-# Latency, bytes a second, reads at once: csrc/io/modelled_reader.cpp.
+# Latency, bytes a second, reads at once: csrc/io/simulated_reader.cpp.
 DEVICES = {
     "nvme": (80e-6, 1.8e9, 16),
     "ufs": (270e-6, 2.9e9, 32),

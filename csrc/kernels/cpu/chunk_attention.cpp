@@ -23,7 +23,7 @@ namespace kvswap::HWY_NAMESPACE {
 using chunk::kLog2e;
 using chunk::kNothing;
 using chunk::kTileRows;
-using chunk::Rows;
+using chunk::SummaryEncoder;
 
 constexpr int kTileVectors = kRegisters == 32 ? 4 : 2;  // with kTileRows, sums for most registers
 constexpr int64_t kBlockNumbers = 16384;  // of K, and as many of V: both fit a small L2
@@ -104,7 +104,7 @@ class Attender {
     }
   }
 
-  void attend(Rows& rows) {
+  void attend(SummaryEncoder& rows) {
     for (int64_t r = 0; r < kTileRows; ++r) {
       const T* query = r < rows.count ? static_cast<const T*>(rows.query[r]) : nullptr;
       for (int64_t d = 0; d < dim_; ++d) {
@@ -151,7 +151,7 @@ class Attender {
   }
 
   /// A row's scores become its weights.
-  void weigh(Rows& rows, int64_t r, int64_t vectors) {
+  void weigh(SummaryEncoder& rows, int64_t r, int64_t vectors) {
     float* scores = weights_ + r * block_tokens_;
     if (is_capped()) {
       for (int64_t v = 0; v < vectors; ++v) {
@@ -193,7 +193,7 @@ class Attender {
   }
 
   template <int kVectors>
-  void add_values(const Rows& rows, int64_t vector) {
+  void add_values(const SummaryEncoder& rows, int64_t vector) {
     Floats sums[kTileRows][kVectors];
     multiply_tile<kVectors>(weights_, block_tokens_, values_ + vector * kLanes, stride_, kLanes,
                             rows.most, sums);

@@ -21,7 +21,7 @@ namespace {
 using chunk::kLog2e;
 using chunk::kNothing;
 using chunk::kTileRows;
-using chunk::Rows;
+using chunk::SummaryEncoder;
 
 constexpr int kLanes = 16;         // fp32 of a vector, and pairs of bf16
 constexpr int kTileVectors = 4;    // with kTileRows, sums for 24 of 32 registers
@@ -112,7 +112,7 @@ class Attender {
     }
   }
 
-  KVSWAP_BF16 void attend(Rows& rows) {
+  KVSWAP_BF16 void attend(SummaryEncoder& rows) {
     for (int64_t r = 0; r < kTileRows; ++r) {
       uint32_t* pairs = query_ + r * pairs_;
       std::fill_n(pairs, pairs_, 0);
@@ -173,7 +173,7 @@ class Attender {
 
   /// What weights are relative to: each row's largest exponent so far. Scores are capped, and what
   /// a row does not see becomes -inf, in place.
-  KVSWAP_BF16 void find_references(Rows& rows, int64_t vectors) {
+  KVSWAP_BF16 void find_references(SummaryEncoder& rows, int64_t vectors) {
     __m512 largest[kTileRows];
     for (auto& row : largest) row = _mm512_set1_ps(kNothing);
     for (int64_t v = 0; v < vectors; ++v) {
@@ -197,7 +197,7 @@ class Attender {
   }
 
   /// A row's scores become its weights.
-  KVSWAP_BF16 void weigh(Rows& rows, int64_t r, int64_t vectors) {
+  KVSWAP_BF16 void weigh(SummaryEncoder& rows, int64_t r, int64_t vectors) {
     const float* scores = scores_ + r * kBlockTokens;
     auto* weights = reinterpret_cast<__m512i*>(weights_ + r * kBlockTokens);
     const __m512 base = _mm512_set1_ps(rows.base[r]);
@@ -232,7 +232,7 @@ class Attender {
   }
 
   template <int kVectors>
-  KVSWAP_BF16 void add_values(const Rows& rows, int64_t vector) {
+  KVSWAP_BF16 void add_values(const SummaryEncoder& rows, int64_t vector) {
     __m512 sums[kTileRows][kVectors];
     multiply<kVectors>(reinterpret_cast<const uint32_t*>(weights_), kBlockTokens / 2,
                        values_ + vector * kLanes, vectors_ * kLanes, kLanes,

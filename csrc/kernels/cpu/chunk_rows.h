@@ -37,7 +37,7 @@ const T* token_of(const ChunkAttentionArgs& args, int64_t kv_head, int64_t side,
 }
 
 /// Up to kTileRows rows, and what they come to.
-struct Rows {
+struct SummaryEncoder {
   int64_t count = 0;                  // that are there
   const void* query[kTileRows] = {};  // [head_dim] of the dtype
   float* output[kTileRows] = {};      // [head_dim]
@@ -51,11 +51,11 @@ struct Rows {
 };
 
 /// Those of a KV head from `row` on, before `tokens` tokens of which the first is at `position`.
-inline Rows rows_of(const ChunkAttentionArgs& args, int64_t kv_head, int64_t row, int64_t position,
-                    int64_t tokens) {
+inline SummaryEncoder rows_of(const ChunkAttentionArgs& args, int64_t kv_head, int64_t row,
+                              int64_t position, int64_t tokens) {
   const int64_t heads = args.heads / args.shape.kv_heads;
   const int64_t bytes = dtype_bytes(args.dtype);
-  Rows rows;
+  SummaryEncoder rows;
   rows.count = std::min(kTileRows, args.queries * heads - row);
   std::fill_n(rows.before, kTileRows, kNothing);
   for (int64_t r = 0; r < rows.count; ++r) {
@@ -75,12 +75,12 @@ inline Rows rows_of(const ChunkAttentionArgs& args, int64_t kv_head, int64_t row
 
 /// A row's largest score in the block is known. Weights are 2^(factor * (score - base)): a
 /// difference first, since the exponents of large scores are rounded by more than a weight bears.
-inline void refer(Rows& rows, int64_t r, float largest) {
+inline void refer(SummaryEncoder& rows, int64_t r, float largest) {
   rows.base[r] = largest == kNothing ? 0.0f : largest;
 }
 
 /// A row's weights in the block are summed up: its shares, and what it has attended now.
-inline void settle(Rows& rows, int64_t r, float factor, float added) {
+inline void settle(SummaryEncoder& rows, int64_t r, float factor, float added) {
   const bool is_nothing = added == 0.0f;
   const float exponent = factor * rows.base[r];
   const float reference = std::max(rows.before[r], exponent);
@@ -107,7 +107,7 @@ void attend_pieces(Attender& attender, const ChunkAttentionArgs& args, int64_t k
     attender.lay_out(kv_head, first, tokens);
     for (int64_t tile = 0; tile * kTileRows < rows; ++tile) {
       if (tile % pieces < begin || tile % pieces >= end) continue;
-      Rows some = rows_of(args, kv_head, tile * kTileRows, args.position + first, tokens);
+      SummaryEncoder some = rows_of(args, kv_head, tile * kTileRows, args.position + first, tokens);
       if (some.most > 0) attender.attend(some);
     }
   }

@@ -72,11 +72,12 @@ struct StageMass {
   };
 
   /// What one lane knows of its two rows of the tile: g and g + 8.
-  struct Rows {
+  struct SummaryEncoder {
     int32_t last_position[2];
     float log_sum_exp[2];
 
-    __device__ Rows(const AttentionJob& job, const AttentionPlace<kTensorRows>& place, int g) {
+    __device__ SummaryEncoder(const AttentionJob& job, const AttentionPlace<kTensorRows>& place,
+                              int g) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = g + half * 8;
@@ -90,7 +91,7 @@ struct StageMass {
   };
 
   /// Adds the weights of sixteen tokens from stage slot `slot` on; the first tile sets them.
-  __device__ static void add(const Keys& keys, const Rows& rows, Shared& shared, int slot,
+  __device__ static void add(const Keys& keys, const SummaryEncoder& rows, Shared& shared, int slot,
                              bool is_first) {
     float mean[4] = {};
     float square[4] = {};
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 4) weigh_stages(MassJob job
     place.take_tile(job.of, tile);
     keys.stage_query();
     __syncthreads();
-    const typename Stage::Rows rows(job.of, place, keys.g);
+    const typename Stage::SummaryEncoder rows(job.of, place, keys.g);
     for (int slot = keys.warp * Stage::Keys::kTokens; slot < here;
          slot += kAttentionWarps * Stage::Keys::kTokens) {
       Stage::add(keys, rows, shared, slot, tile == 0);

@@ -113,7 +113,7 @@ struct BatchSelectArgs {
   void* scratch = nullptr;
 };
 
-/// Score, ReduceMax and TopK: what a RowSelector's choose() does for one layer, without the
+/// Score, ReduceMax and TopK: what a SummarySelector's choose() does for one layer, without the
 /// union over the queries of a sequence. Token scores never leave the multiprocessor.
 Status select_groups(const BatchSelectArgs& args, void* stream);
 /// Of batch, queries, heads, rank, groups, group_tokens and k.

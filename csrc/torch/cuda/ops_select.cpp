@@ -21,8 +21,8 @@ namespace {
 using TensorPair = std::tuple<at::Tensor, at::Tensor>;
 
 /// A summary and, for int8, its scales: contiguous and checked, a chunk for each sequence.
-struct Summary {
-  Summary(const char* where, const at::Tensor& summary, const OptionalTensor& token_scale)
+struct KeySummary {
+  KeySummary(const char* where, const at::Tensor& summary, const OptionalTensor& token_scale)
       : rows(aligned(summary)) {
     check_summary(where, summary, token_scale);
     chunks = addresses(rows, tokens() * rank() * rows.element_size(), batch());
@@ -54,7 +54,7 @@ struct Summary {
 at::Tensor low_rank_score_cuda(const at::Tensor& summary, const at::Tensor& query,
                                const OptionalTensor& token_scale) {
   const DeviceCall call("low_rank_score", summary, {{"query", &query}});
-  const Summary source("low_rank_score", summary, token_scale);
+  const KeySummary source("low_rank_score", summary, token_scale);
   check_score(summary, query);
   const at::Tensor queries = query.contiguous();
   at::Tensor scores = at::empty({source.batch(), query.size(1), source.tokens()}, query.options());
@@ -106,7 +106,7 @@ TensorPair top_k_groups_cuda(const at::Tensor& scores, int64_t k) {
 
 /// One token position per sequence, or `otherwise` for all. Their range is checked on the device.
 at::Tensor token_bounds(const char* name, const OptionalTensor& bounds, int64_t otherwise,
-                        const Summary& summary) {
+                        const KeySummary& summary) {
   const auto options = summary.rows.options().dtype(at::kLong);
   if (!bounds) return at::full({summary.batch()}, otherwise, options);
   check_token_bounds(name, *bounds, summary.batch());
@@ -122,7 +122,7 @@ TensorPair select_groups_cuda(const at::Tensor& summary, const at::Tensor& query
                               const OptionalTensor& first_tokens,
                               const OptionalTensor& last_tokens) {
   const DeviceCall call("select_groups", summary, {{"query", &query}});
-  const Summary source("select_groups", summary, token_scale);
+  const KeySummary source("select_groups", summary, token_scale);
   check_select(summary, query, group_tokens, k);
   const at::Tensor queries = query.contiguous();
   const at::Tensor first = token_bounds("first_tokens", first_tokens, 0, source);
@@ -151,7 +151,7 @@ TensorPair select_groups_cuda(const at::Tensor& summary, const at::Tensor& query
 at::Tensor group_mass_cuda(const at::Tensor& summary, const at::Tensor& query, int64_t group_tokens,
                            c10::string_view join, const OptionalTensor& token_scale) {
   const DeviceCall call("group_mass", summary, {{"query", &query}});
-  const Summary source("group_mass", summary, token_scale);
+  const KeySummary source("group_mass", summary, token_scale);
   const HeadJoin joined = check_mass(summary, query, group_tokens, join);
   const at::Tensor queries = query.contiguous();
   const at::Tensor last =

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "device/host_device.h"
-#include "device/table_ring.h"
+#include "device/upload_ring.h"
 
 namespace kvswap {
 namespace {
@@ -87,11 +87,11 @@ TEST(HostDevice, DrainWaitsForEveryStream) {
   }
 }
 
-TEST(TableRing, KeepsATableUntilItsKernelHasRun) {
+TEST(UploadRing, KeepsATableUntilItsKernelHasRun) {
   const auto device = open_device(300);
-  constexpr int64_t kSegment = 4 * TableRing::kAlignment;
-  std::vector<std::byte> host(TableRing::kSegments * kSegment);
-  const auto ring = std::move(TableRing::create(*device, host.data(), kSegment).value());
+  constexpr int64_t kSegment = 4 * UploadRing::kAlignment;
+  std::vector<std::byte> host(UploadRing::kSegments * kSegment);
+  const auto ring = std::move(UploadRing::create(*device, host.data(), kSegment).value());
   constexpr int kRounds = 300;
   std::vector<int32_t> seen(kRounds * 8);
   for (int32_t round = 0; round < kRounds; ++round) {
@@ -99,7 +99,7 @@ TEST(TableRing, KeepsATableUntilItsKernelHasRun) {
     std::vector<int32_t> table(8);
     std::iota(table.begin(), table.end(), 8 * round);
     // Its size changes, so that segments are left at different fill.
-    auto tables = ring->open((1 + round % 3) * TableRing::kAlignment);
+    auto tables = ring->open((1 + round % 3) * UploadRing::kAlignment);
     const int32_t* on_device = tables.add(table);
     tables.send();
     device->copy_out(seen.data() + 8 * round, on_device, 8 * sizeof(int32_t));
@@ -146,36 +146,36 @@ class WaitsOnly final : public Device {
   std::vector<std::optional<Stream>> recorded_;
 };
 
-TEST(TableRing, WaitsForNoStreamButThoseOfItsTables) {
+TEST(UploadRing, WaitsForNoStreamButThoseOfItsTables) {
   WaitsOnly device;
-  std::vector<std::byte> host(TableRing::kSegments * TableRing::kAlignment);
+  std::vector<std::byte> host(UploadRing::kSegments * UploadRing::kAlignment);
   const auto ring =
-      std::move(TableRing::create(device, host.data(), TableRing::kAlignment).value());
+      std::move(UploadRing::create(device, host.data(), UploadRing::kAlignment).value());
   const std::vector<int32_t> table(8);
   const auto send = [&](Stream stream, int times) {
     const Device::On on(device, stream);
     for (int i = 0; i < times; ++i) {
-      auto tables = ring->open(TableRing::kAlignment);  // a segment
+      auto tables = ring->open(UploadRing::kAlignment);  // a segment
       tables.add(table);
       tables.send();
     }
   };
   send(Stream::kCompute, 1);
-  send(Stream::kWrite, TableRing::kSegments - 1);
+  send(Stream::kWrite, UploadRing::kSegments - 1);
   EXPECT_TRUE(device.waited_for.empty());
   send(Stream::kWrite, 1);
   EXPECT_EQ(device.waited_for, std::vector<Stream>{Stream::kCompute}) << "where its table was";
   device.waited_for.clear();
-  send(Stream::kWrite, 3 * TableRing::kSegments);
-  EXPECT_EQ(device.waited_for, std::vector<Stream>(3 * TableRing::kSegments, Stream::kWrite));
+  send(Stream::kWrite, 3 * UploadRing::kSegments);
+  EXPECT_EQ(device.waited_for, std::vector<Stream>(3 * UploadRing::kSegments, Stream::kWrite));
 }
 
 TEST(TableRingDeathTest, ATableLargerThanASegmentIsOurMistake) {
   const auto device = open_device(0);
-  std::vector<std::byte> host(TableRing::kSegments * TableRing::kAlignment);
+  std::vector<std::byte> host(UploadRing::kSegments * UploadRing::kAlignment);
   const auto ring =
-      std::move(TableRing::create(*device, host.data(), TableRing::kAlignment).value());
-  EXPECT_DEATH(ring->open(TableRing::kAlignment + 1), "does not hold");
+      std::move(UploadRing::create(*device, host.data(), UploadRing::kAlignment).value());
+  EXPECT_DEATH(ring->open(UploadRing::kAlignment + 1), "does not hold");
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "engine_run.h"
-#include "methods/cluster_selector.h"
+#include "methods/clusters/cluster_selector.h"
 
 namespace kvswap {
 
@@ -42,10 +42,10 @@ class ClusterRun {
   EngineRun& run() { return run_; }
   Engine& engine() { return run_.engine(); }
   const ClusterRow& row(int64_t layer, int64_t part) {
-    return engine().parts().clusters->of(layer, part);
+    return engine().context().clusters->of(layer, part);
   }
   int64_t parts() { return engine().sequences().size(); }
-  int64_t heads_apart() { return engine().parts().options.heads_apart; }
+  int64_t heads_apart() { return engine().context().options.heads_apart; }
 
   void append(int64_t batch, int64_t tokens, const std::vector<uint8_t>& valid = {},
               const Mend& mend = nullptr) {
@@ -146,7 +146,7 @@ class ClusterRun {
   void check_all(const Mend& mend = nullptr) {
     if (mend) {
       mend();
-      (void)engine().parts().store->writes().flush().is_ok();
+      (void)engine().context().store->writes().flush().is_ok();
     }
     for (int64_t layer = 0; layer < options_.layers && engine().batch() > 0; ++layer) {
       check_rows(layer);
@@ -198,7 +198,7 @@ class ClusterRun {
         ASSERT_LE(sizes[cluster], options_.cluster_tokens_max);
         pages.each_page(cluster, [&](int64_t slot) {
           ASSERT_EQ(pages.mask(slot), masks[slot]);
-          ASSERT_TRUE(engine().parts().store->tables().has_page(layer, part, page_id(slot)));
+          ASSERT_TRUE(engine().context().store->tables().has_page(layer, part, page_id(slot)));
           masks.erase(slot);
         });
       }
@@ -213,8 +213,8 @@ class ClusterRun {
       for (int64_t cluster = 0; cluster < clusters.table().count(); ++cluster) {
         std::set<int64_t> places;
         pages.each_page(cluster, [&](int64_t slot) {
-          places.insert(engine().parts().store->offset_bytes(layer, part, page_id(slot)) /
-                        engine().parts().record_bytes());
+          places.insert(engine().context().store->offset_bytes(layer, part, page_id(slot)) /
+                        engine().context().record_bytes());
         });
         if (places.empty()) continue;
         ASSERT_EQ(*places.rbegin() - *places.begin() + 1, std::ssize(places)) << cluster;
@@ -236,7 +236,7 @@ class ClusterRun {
 
   /// Every record of every cluster holds what its tokens are, byte for byte.
   void check_records(int64_t layer) {
-    EngineParts& parts = const_cast<EngineParts&>(engine().parts());
+    EngineContext& parts = const_cast<EngineContext&>(engine().context());
     const RecordShape shape = parts.options.record_shape();
     auto memory = share_aligned_bytes(parts.record_bytes(), AtEnd::kLeft);
     ASSERT_TRUE(memory.is_ok());
@@ -251,7 +251,7 @@ class ClusterRun {
             {part, page_id(place / shape.group_tokens), -1, memory.value().get(), nullptr});
         ASSERT_TRUE(parts.fetcher->submit(fetch).is_ok());
         ASSERT_TRUE(parts.fetcher->finish(fetch).is_ok());
-        const auto& kept = run_.memory().layer(layer).sequences[part / heads_apart()];
+        const auto& retained = run_.memory().layer(layer).sequences[part / heads_apart()];
         const int64_t row_bytes = shape.head_dim * shape.element_bytes;
         for (int64_t head = 0; head < shape.kv_heads; ++head) {
           const int64_t of_model = heads_apart() > 1 ? part % heads_apart() : head;
@@ -260,9 +260,9 @@ class ClusterRun {
           const std::byte* key =
               memory.value().get() +
               (2 * head * shape.group_tokens + place % shape.group_tokens) * row_bytes;
-          ASSERT_EQ(std::memcmp(key, bytes_of(kept.keys, 0) + at, row_bytes), 0);
-          ASSERT_EQ(std::memcmp(key + shape.group_tokens * row_bytes, bytes_of(kept.values, 1) + at,
-                                row_bytes),
+          ASSERT_EQ(std::memcmp(key, bytes_of(retained.keys, 0) + at, row_bytes), 0);
+          ASSERT_EQ(std::memcmp(key + shape.group_tokens * row_bytes,
+                                bytes_of(retained.values, 1) + at, row_bytes),
                     0);
         }
       }
@@ -340,7 +340,7 @@ class ClusterRun {
     std::vector<std::vector<int32_t>> chosen(parts());
     if (!batch.all_fit(layer)) {
       const std::vector<Candidates> candidates(parts());
-      engine().parts().selector->choose(
+      engine().context().selector->choose(
           {.layer = layer,
            .query = run_.view(query, queries).of_parts(heads_apart()),
            .groups = batch.layer(layer).sealed_groups,

@@ -14,7 +14,7 @@
 
 #include "caller_memory.h"
 #include "engine/engine.h"
-#include "engine/memory_need.h"
+#include "engine/memory/memory_estimate.h"
 #include "plain_memory.h"
 #include "small_options.h"
 
@@ -239,10 +239,10 @@ class EngineRun {
     }
     batch_max_ = std::max(batch_max_, engine_->batch());
     const Arena need =
-        memory_need(options_, engine_->parts().record_bytes(), batch_max_, context_max_);
-    ASSERT_LE(engine_->parts().ledger.peak(), need.total());
-    ASSERT_LE(engine_->parts().ledger.used(Use::kSummary), need.of(Use::kSummary));
-    ASSERT_LE(engine_->parts().ledger.used(Use::kTables), need.of(Use::kTables));
+        memory_need(options_, engine_->context().record_bytes(), batch_max_, context_max_);
+    ASSERT_LE(engine_->context().ledger.peak(), need.total());
+    ASSERT_LE(engine_->context().ledger.used(Use::kSummary), need.of(Use::kSummary));
+    ASSERT_LE(engine_->context().ledger.used(Use::kTables), need.of(Use::kTables));
   }
 
   /// Every position of every sequence is what was appended, bit for bit; with records=fp8 of what
@@ -365,9 +365,9 @@ class EngineRun {
 
   /// With records=fp8: the first `sealed` groups are what is on disk from now on, but for sinks.
   void take_rounded(int64_t layer, int64_t sealed) {
-    PlainMemory::Layer& kept = memory_.layer(layer);
+    PlainMemory::Layer& retained = memory_.layer(layer);
     const int64_t tokens = options_.group_tokens;
-    const int64_t first = std::exchange(kept.rounded, std::max(kept.rounded, sealed));
+    const int64_t first = std::exchange(retained.rounded, std::max(retained.rounded, sealed));
     if (!options_.has_float8_records()) return;
     for (int64_t sequence = 0; sequence < memory_.batch(); ++sequence) {
       for (int64_t group = first; group < sealed; ++group) {
@@ -379,7 +379,7 @@ class EngineRun {
             engine_->read_back(layer, sequence, group * tokens, (group + 1) * tokens,
                                sides[0].data(), sides[1].data());
         ASSERT_TRUE(read.is_ok()) << read.message();
-        PlainMemory::Sequence& of = kept.sequences[sequence];
+        PlainMemory::Sequence& of = retained.sequences[sequence];
         take_rounded(of.keys, group, sides[0]);
         take_rounded(of.values, group, sides[1]);
       }

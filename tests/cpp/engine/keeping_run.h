@@ -3,7 +3,7 @@
 #include <optional>
 
 #include "device/host_device.h"
-#include "engine/engine_report.h"
+#include "engine/report/engine_report.h"
 #include "engine_run.h"
 #include "io/fault_injection.h"
 
@@ -39,7 +39,7 @@ class Pair {
   Pair(const EngineOptions& one, const EngineOptions& other) : one_(one, 5), other_(other, 5) {
     for (int64_t layer = 0; layer < one.layers; ++layer) {
       const Tokens drawn = one_.draw_tokens(kBatch, 150);
-      KeptTokens::Window window;
+      RetainedTokens::Window window;
       window.count = kWindow;
       window.first_position = 150 - kWindow;
       window.scale = 0.1f;
@@ -51,7 +51,7 @@ class Pair {
       for (EngineRun* run : {&one_, &other_}) {
         EXPECT_TRUE(run->give(layer, drawn, kBatch).is_ok());
         for (int64_t part = 0; part < kBatch; ++part)
-          run->engine().keeping().observe_chunk(layer, part, window);
+          run->engine().retention().observe_chunk(layer, part, window);
       }
     }
   }
@@ -67,14 +67,14 @@ class Pair {
     EXPECT_TRUE(other_.attend(layer, query, 1, expected).is_ok());
     std::vector<std::byte> output;
     for (int64_t tries = 1;; ++tries) {
-      const double kept = tokens_kept(one_.engine());
+      const double retained = tokens_retained(one_.engine());
       const Status attended = one_.attend(layer, query, 1, output);
       if (attended.is_ok()) {
         EXPECT_EQ(output, expected);
         return tries;
       }
       EXPECT_EQ(attended.code(), StatusCode::kStorage) << attended.message();
-      EXPECT_GE(tokens_kept(one_.engine()), kept) << "a sequence's old set stays";
+      EXPECT_GE(tokens_retained(one_.engine()), retained) << "a sequence's old set stays";
       faults = {};
     }
   }
@@ -146,8 +146,8 @@ using MakeOptions = EngineOptions (*)(const std::string&, const std::string&);
 
 /// So many turns of all layers and sequences in 8 steps, whatever read fails; on a device too,
 /// where one is given.
-inline void expect_right_after_faults(MakeOptions made, const std::string& rows, uint64_t turns,
-                                      double kept, uint64_t reads = 60,
+inline void expect_right_after_faults(MakeOptions made, const std::string& rows, uint64_t refreshes,
+                                      double retained, uint64_t reads = 60,
                                       const std::optional<DeviceKind>& device = std::nullopt) {
   int64_t failures = 0;
   for (uint64_t read = 1; read <= reads && !testing::Test::HasFailure(); read += kEvery) {
@@ -168,9 +168,9 @@ inline void expect_right_after_faults(MakeOptions made, const std::string& rows,
     for (int64_t step = 0; step < 8; ++step) {
       for (const int64_t layer : {0, 1}) failures += pair.step(layer, faults) - 1;
     }
-    EXPECT_EQ(pair.one().engine().parts().counters.turns, turns);
-    EXPECT_EQ(tokens_kept(pair.one().engine()), kept);
-    EXPECT_EQ(tokens_kept(pair.other().engine()), kept);
+    EXPECT_EQ(pair.one().engine().context().counters.refreshes, refreshes);
+    EXPECT_EQ(tokens_retained(pair.one().engine()), retained);
+    EXPECT_EQ(tokens_retained(pair.other().engine()), retained);
   }
   EXPECT_GT(failures, static_cast<int64_t>(std::min<uint64_t>(50, reads - 10) / kEvery));
 }
@@ -180,7 +180,7 @@ inline void expect_counted(EngineOptions options) {
   options.kv_memory_bytes = 4 << 20;  // write buffers follow from it
   const Arena need = memory_need(options, record_bytes, kBatch, 200);
   const int64_t token_bytes = 2 * options.kv_heads * options.head_dim * 4;
-  EXPECT_GE(need.of(Use::kKept), kBatch * options.layers * options.keep_tokens * token_bytes);
+  EXPECT_GE(need.of(Use::kRetained), kBatch * options.layers * options.keep_tokens * token_bytes);
   options.max_batch = kBatch;
   options.max_context = 200;
   ReadFaults faults;
@@ -188,11 +188,11 @@ inline void expect_counted(EngineOptions options) {
   for (int64_t step = 0; step < 20; ++step) {
     for (const int64_t layer : {0, 1}) EXPECT_EQ(pair.step(layer, faults), 1);
   }
-  const Ledger& ledger = pair.one().engine().parts().ledger;
-  EXPECT_EQ(ledger.used(Use::kKept), need.of(Use::kKept));
+  const Ledger& ledger = pair.one().engine().context().ledger;
+  EXPECT_EQ(ledger.used(Use::kRetained), need.of(Use::kRetained));
   EXPECT_LE(ledger.peak(), need.total());
   ASSERT_TRUE(pair.one().engine().reset().is_ok());
-  EXPECT_EQ(tokens_kept(pair.one().engine()), 0);
+  EXPECT_EQ(tokens_retained(pair.one().engine()), 0);
   options.kv_memory_bytes = need.total() / 2;
   EXPECT_EQ(Engine::create(options, nullptr).status().code(), StatusCode::kBudget);
 }

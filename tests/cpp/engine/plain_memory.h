@@ -197,7 +197,7 @@ class PlainMemory {
     const auto is_of = [&](int64_t kv_head) {
       return heads_apart() == 1 || part % heads_apart() == kv_head;
     };
-    std::vector<double> projected(rank), worth(width());
+    std::vector<double> projected(rank), importance(width());
     for (int64_t h = 0; h < options_.query_heads; ++h) {
       for (int64_t i = 0; is_of(h / ratio) && i < dim * rank; ++i) {
         projected[i % rank] +=
@@ -206,18 +206,20 @@ class PlainMemory {
       }
     }
     for (int64_t i = 0; i < width() * rank; ++i) {
-      if (is_of(i / rank / dim)) worth[i / rank] += layer.key_projection[i] * projected[i % rank];
+      if (is_of(i / rank / dim))
+        importance[i / rank] += layer.key_projection[i] * projected[i % rank];
     }
-    return worth;
+    return importance;
   }
 
-  double score(int64_t index, int64_t part, int64_t group, const std::vector<double>& worth) const {
+  double score(int64_t index, int64_t part, int64_t group,
+               const std::vector<double>& importance) const {
     const int64_t b = part / heads_apart();
     const std::vector<float>& keys = layers_[index].sequences[b].keys;
     double best = -INFINITY;
     for (int64_t t = group * options_.group_tokens; t < (group + 1) * options_.group_tokens; ++t) {
       double sum = 0;
-      for (int64_t w = 0; w < width(); ++w) sum += keys[t * width() + w] * worth[w];
+      for (int64_t w = 0; w < width(); ++w) sum += keys[t * width() + w] * importance[w];
       if (valid_[b][t]) best = std::max(best, sum);
     }
     return best;

@@ -14,13 +14,13 @@
 #include <vector>
 
 #include "engine/engine.h"
-#include "io/kernel.h"
 #include "io/read_only_file.h"
+#include "io/syscalls.h"
 
 namespace kvswap {
 
 /// A saved engine whose tensors stand in memory, and its records in a file.
-class SavedInMemory final : public SaveTarget, public SavedTensors {
+class SavedInMemory final : public SnapshotTarget, public SavedTensors {
  public:
   explicit SavedInMemory(std::string directory, bool may_link = true)
       : directory_(std::move(directory)), may_link_(may_link) {}
@@ -34,7 +34,7 @@ class SavedInMemory final : public SaveTarget, public SavedTensors {
   Result<bool> link_records(int fd) override {
     if (!may_link_) return false;
     const int folder = ::open(directory_.c_str(), O_RDONLY | O_DIRECTORY);
-    const int named = kernel().name_file(fd, folder, "records.bin");
+    const int named = syscalls().name_file(fd, folder, "records.bin");
     ::close(folder);
     is_linked_ = named == 0;
     return is_linked_;
@@ -76,7 +76,7 @@ class SavedInMemory final : public SaveTarget, public SavedTensors {
 
   /// An engine that goes on from what was saved.
   Result<std::unique_ptr<Engine>> open(EngineOptions options) const {
-    auto base = std::make_shared<BaseFiles>();
+    auto base = std::make_shared<ParentFiles>();
     const int fd = ::open(path().c_str(), O_RDONLY | O_CLOEXEC | O_CREAT, 0600);
     base->end_bytes = ::lseek(fd, 0, SEEK_END);
     base->record_bytes = counts_.record_bytes;

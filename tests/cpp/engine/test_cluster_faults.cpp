@@ -144,7 +144,7 @@ TEST(ClusteredFault, AWriteThatFailsLeavesEachTokenAtOnePlace) {
       };
       ClusterRun run(options, 5);
       run.append(2, 90);
-      ASSERT_TRUE(run.engine().parts().store->writes().flush().is_ok());
+      ASSERT_TRUE(run.engine().context().store->writes().flush().is_ok());
       const auto mend = [&] { faults.fail_write = faults.fail_reserve = 0; };
       faults.lasts = true;
       if (nth % 4 == 0) {
@@ -178,10 +178,10 @@ TEST(ClusteredFault, WrongBytesAreReadAgain) {
     run.append(2, 150);
     faults = {};
     (nth % 2 == 0 ? faults.flip_read : faults.misdirect_read) = nth;
-    faults.misdirect_bytes = run.engine().parts().record_bytes();
+    faults.misdirect_bytes = run.engine().context().record_bytes();
     for (int i = 0; i < 12 && !testing::Test::HasFatalFailure(); ++i) run.step(2, 1);
     for (const int64_t layer : {0, 1}) run.check_records(layer);
-    reread += run.engine().parts().fetcher->counters().reread_records;
+    reread += run.engine().context().fetcher->counters().reread_records;
   }
   EXPECT_GE(reread, 25u);
 }

@@ -3,7 +3,7 @@
 #include <atomic>
 
 #include "device/host_device.h"
-#include "engine/device_space.h"
+#include "engine/backend/device_backend.h"
 #include "engine_run.h"
 
 namespace kvswap {
@@ -16,9 +16,9 @@ constexpr int64_t kChunk = 37;
 struct FullTables {
   FullTables() : bytes_max(kMuch), run(options_of(directory, &bytes_max), 7) {
     for (const int64_t layer : {0, 1}) EXPECT_TRUE(run.set_projection(layer).is_ok());
-    const EngineOptions& options = run.engine().parts().options;
+    const EngineOptions& options = run.engine().context().options;
     while (options.sealed_groups(run.engine().positions(1) + kChunk) <=
-           run.engine().parts().plan.groups_unit) {
+           run.engine().context().plan.groups_unit) {
       run.forward(2, kChunk);
     }
     run.expect_context(run.engine().positions(1) + kChunk);
@@ -31,7 +31,7 @@ struct FullTables {
   }
   Status grow() { return run.give(0, run.draw_tokens(2, kChunk), 2); }
   int64_t device_bytes() {
-    const PageSpace& space = *run.engine().parts().space;
+    const MemoryBackend& space = *run.engine().context().space;
     return space.device_bytes() + space.pinned_bytes();
   }
 

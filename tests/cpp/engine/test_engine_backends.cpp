@@ -22,8 +22,8 @@ void threaded_for(int64_t count, int64_t grain, const std::function<void(int64_t
 std::vector<std::byte> live(EngineOptions options, ParallelFor parallel, std::string* reader) {
   EngineRun run(options, 5, std::move(parallel));
   run.live(50, 3);
-  *reader = run.engine().parts().fetcher->reader().name();
-  const EngineCounters& counters = run.engine().parts().counters;
+  *reader = run.engine().context().fetcher->reader().name();
+  const EngineCounters& counters = run.engine().context().counters;
   EXPECT_GT(counters.groups_loaded + counters.groups_prefetched, 100u);
   return run.outputs();
 }
@@ -109,7 +109,7 @@ TEST(Backends, WithoutChecksumsTheBitsAreTheSameAndTheRiskIsSaid) {
   options.checksum = false;
   EXPECT_TRUE(live(options, nullptr, &reader) == expected);
   EngineRun run(options, 5);
-  const std::vector<std::string>& told = run.engine().parts().fallbacks;
+  const std::vector<std::string>& told = run.engine().context().fallbacks;
   EXPECT_TRUE(std::ranges::any_of(
       told, [](const std::string& each) { return each.starts_with("Checksums are off"); }));
 }

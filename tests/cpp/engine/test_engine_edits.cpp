@@ -8,15 +8,15 @@ namespace {
 TEST(Crop, LeavesTheStateOfAFreshEngineOfThatLength) {
   const TestDirectory directory;
   const EngineOptions options = small_options(directory.path());
-  for (int64_t kept = 0; kept <= 90; ++kept) {
-    SCOPED_TRACE(kept);
+  for (int64_t retained = 0; retained <= 90; ++retained) {
+    SCOPED_TRACE(retained);
     EngineRun cropped(options, 3);
     EngineRun fresh(options, 3);
     const Tokens all = cropped.draw_tokens(2, 90);
-    Tokens first{kept, {}, {}};
+    Tokens first{retained, {}, {}};
     for (int64_t row = 0; row < 2 * options.kv_heads; ++row) {
       const auto begin = row * 90 * options.head_dim;
-      const auto end = begin + kept * options.head_dim;
+      const auto end = begin + retained * options.head_dim;
       first.keys.insert(first.keys.end(), &all.keys[begin], &all.keys[end]);
       first.values.insert(first.values.end(), &all.values[begin], &all.values[end]);
     }
@@ -27,8 +27,8 @@ TEST(Crop, LeavesTheStateOfAFreshEngineOfThatLength) {
                                     projection.query_projection.data())
                     .is_ok());
     ASSERT_TRUE(cropped.give(0, all, 2).is_ok());
-    ASSERT_TRUE(cropped.engine().crop(kept).is_ok());
-    if (kept > 0) {
+    ASSERT_TRUE(cropped.engine().crop(retained).is_ok());
+    if (retained > 0) {
       ASSERT_TRUE(fresh.give(0, first, 2).is_ok());
     }
 
@@ -42,16 +42,16 @@ TEST(Crop, LeavesTheStateOfAFreshEngineOfThatLength) {
       const Status attended = runs[i]->attend(0, query, 1, outputs[i]);
       ASSERT_TRUE(attended.is_ok()) << attended.message();
     }
-    if (kept > options.select_queries_max) {
+    if (retained > options.select_queries_max) {
       ASSERT_EQ(cropped.engine().sequences().layer(0).sealed_groups,
                 fresh.engine().sequences().layer(0).sealed_groups);
       ASSERT_EQ(cropped.engine().last_selection(0), fresh.engine().last_selection(0));
       for (const Use use : {Use::kPages, Use::kSummary, Use::kTables, Use::kProjections}) {
-        ASSERT_EQ(cropped.engine().parts().ledger.used(use),
-                  fresh.engine().parts().ledger.used(use));
+        ASSERT_EQ(cropped.engine().context().ledger.used(use),
+                  fresh.engine().context().ledger.used(use));
       }
-      ASSERT_EQ(cropped.engine().parts().store->bytes_held(),
-                fresh.engine().parts().store->bytes_held());
+      ASSERT_EQ(cropped.engine().context().store->bytes_held(),
+                fresh.engine().context().store->bytes_held());
     }
     ASSERT_TRUE(outputs[0] == outputs[1]);
   }
@@ -61,14 +61,14 @@ TEST(Crop, FollowedByOtherTokensForgetsTheOldOnes) {
   const TestDirectory directory;
   EngineRun run(small_options(directory.path()), 8);
   run.forward(2, 120);
-  const int64_t written = run.engine().parts().file->allocated_bytes();
-  for (int turn = 0; turn < 20 && !testing::Test::HasFatalFailure(); ++turn) {
+  const int64_t written = run.engine().context().file->allocated_bytes();
+  for (int refresh = 0; refresh < 20 && !testing::Test::HasFatalFailure(); ++refresh) {
     run.crop(60);
     run.forward(2, 57);
     run.forward(2, 3);
     run.compare_contents();
   }
-  EXPECT_EQ(run.engine().parts().file->allocated_bytes(), written) << "space must be used again";
+  EXPECT_EQ(run.engine().context().file->allocated_bytes(), written) << "space must be used again";
 }
 
 TEST(Crop, OutOfRangeIsRefusedOrDoesNothing) {
@@ -87,7 +87,7 @@ TEST(SelectSequences, TakesNoMoreMemoryThanTheBatchNeeds) {
     EngineRun probe(options, 1);
     options.kv_memory_bytes = 1 << 20;  // staging follows the budget down to a floor
     options.kv_memory_bytes =
-        memory_need(options, probe.engine().parts().record_bytes(), 4, 400).total();
+        memory_need(options, probe.engine().context().record_bytes(), 4, 400).total();
   }
   EngineRun run(options, 1);
   run.forward(4, 100);
@@ -102,15 +102,15 @@ TEST(SelectSequences, SharedPastIsOnceOnDisk) {
   const TestDirectory directory;
   EngineRun run(small_options(directory.path()), 2);
   run.forward(1, 200);
-  const int64_t bytes = run.engine().parts().store->bytes_held();
+  const int64_t bytes = run.engine().context().store->bytes_held();
   run.select({0, 0, 0, 0});
-  EXPECT_EQ(run.engine().parts().store->bytes_held(), bytes);
+  EXPECT_EQ(run.engine().context().store->bytes_held(), bytes);
   run.forward(4, 4);
   run.forward(4, 40);
   run.compare_contents();
   run.select({3});
   run.crop(199);
-  EXPECT_LE(run.engine().parts().store->bytes_held(), bytes);
+  EXPECT_LE(run.engine().context().store->bytes_held(), bytes);
   run.compare_contents();
 }
 
@@ -133,13 +133,13 @@ TEST(Reset, FreesTheWayForAnotherBatchUnderTheSameBudget) {
   EngineOptions options = small_options(directory.path());
   {
     EngineRun probe(options, 1);
-    const int64_t record = probe.engine().parts().record_bytes();
+    const int64_t record = probe.engine().context().record_bytes();
     options.kv_memory_bytes = 1 << 20;
     options.kv_memory_bytes = std::max(memory_need(options, record, 6, 40).total(),
                                        memory_need(options, record, 1, 3000).total());
   }
   EngineRun run(options, 4);
-  for (int turn = 0; turn < 2; ++turn) {
+  for (int refresh = 0; refresh < 2; ++refresh) {
     run.forward(6, 40);
     run.reset();
     EXPECT_EQ(run.engine().batch(), 0);
@@ -147,7 +147,7 @@ TEST(Reset, FreesTheWayForAnotherBatchUnderTheSameBudget) {
     run.forward(1, 4);
     run.compare_contents();
     run.reset();
-    EXPECT_EQ(run.engine().parts().store->bytes_held(), 0);
+    EXPECT_EQ(run.engine().context().store->bytes_held(), 0);
   }
 }
 

@@ -126,11 +126,11 @@ TEST_P(ReadFault, ABitThatFlipsOnceIsReadAgain) {
         as_they_are, StatusCode::kCorrupt,
         [&](EngineRun& run, ReadFaults& faults) {
           (read % 2 == 0 ? faults.flip_read : faults.misdirect_read) = read;
-          faults.misdirect_bytes = run.engine().parts().record_bytes();
+          faults.misdirect_bytes = run.engine().context().record_bytes();
         },
         [&](EngineRun& run, int64_t failed) {
           EXPECT_EQ(failed, 0);
-          again += run.engine().parts().fetcher->counters().reread_records;
+          again += run.engine().context().fetcher->counters().reread_records;
         });
   }
   EXPECT_GT(again, 30u);
@@ -182,7 +182,7 @@ TEST(ReadFaultElsewhere, LeavesCropAndProjectionAsTheyWere) {
   faults = {};
   faults.fail_read = 20;
   EXPECT_EQ(run.set_projection(1).code(), StatusCode::kStorage);
-  EXPECT_FALSE(run.engine().parts().selector->is_ready(1));
+  EXPECT_FALSE(run.engine().context().selector->is_ready(1));
   faults = {};
   EXPECT_TRUE(run.engine().needs_projection(1));
   for (int step = 0; step < 10 && !testing::Test::HasFatalFailure(); ++step) run.forward(2, 2);
@@ -196,8 +196,8 @@ TEST(ReadFaultElsewhere, ADiskThatKeepsLyingIsReportedWithItsPlace) {
   const Tokens drawn = run.draw_tokens(2, 1);
   ASSERT_TRUE(run.give(0, drawn, 2).is_ok());
   // Wrong bytes in the file itself: every read of them is wrong.
-  std::vector<std::byte> garbage(run.engine().parts().file->allocated_bytes(), std::byte{7});
-  const int fd = run.engine().parts().file->fd();
+  std::vector<std::byte> garbage(run.engine().context().file->allocated_bytes(), std::byte{7});
+  const int fd = run.engine().context().file->fd();
   const void* aligned = nullptr;
   ASSERT_EQ(::posix_memalign(const_cast<void**>(&aligned), 4096, garbage.size()), 0);
   std::memcpy(const_cast<void*>(aligned), garbage.data(), garbage.size());
@@ -205,7 +205,7 @@ TEST(ReadFaultElsewhere, ADiskThatKeepsLyingIsReportedWithItsPlace) {
   ::free(const_cast<void*>(aligned));
   std::vector<std::byte> output;
   const std::vector<float> query = run.draw_query(2, 1);
-  for (int turn = 0; turn < 2; ++turn) {
+  for (int refresh = 0; refresh < 2; ++refresh) {
     const Status attended = run.attend(0, query, 1, output);
     ASSERT_EQ(attended.code(), StatusCode::kCorrupt);
     EXPECT_NE(attended.message().find(directory.path()), std::string::npos);
@@ -217,8 +217,8 @@ TEST(ReadFaultElsewhere, ADiskThatKeepsLyingIsReportedWithItsPlace) {
 /// A file that asks before it grows and before it writes.
 class AskingFile final : public ForwardingFile {
  public:
-  using Question = std::function<Status()>;
-  AskingFile(std::unique_ptr<DataFile> inner, Question may_grow, Question may_write)
+  using AttentionQuery = std::function<Status()>;
+  AskingFile(std::unique_ptr<DataFile> inner, AttentionQuery may_grow, AttentionQuery may_write)
       : ForwardingFile(std::move(inner)),
         may_grow_(std::move(may_grow)),
         may_write_(std::move(may_write)) {}
@@ -232,8 +232,8 @@ class AskingFile final : public ForwardingFile {
   }
 
  private:
-  Question may_grow_;
-  Question may_write_;
+  AttentionQuery may_grow_;
+  AttentionQuery may_write_;
 };
 
 Status take_time() {

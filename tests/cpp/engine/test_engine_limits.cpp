@@ -2,7 +2,7 @@
 // refused.
 
 #include "device/host_device.h"
-#include "engine/check_settings.h"
+#include "engine/settings_check.h"
 #include "engine_run.h"
 #include "kvswap/settings_rules.h"
 
@@ -14,7 +14,7 @@ int64_t need(EngineOptions options, int64_t batch, int64_t context) {
   options.kv_memory_bytes = options.max_context = options.max_batch = -1;
   EngineRun probe(options, 1);
   options.kv_memory_bytes = 1 << 20;
-  return memory_need(options, probe.engine().parts().record_bytes(), batch, context).total();
+  return memory_need(options, probe.engine().context().record_bytes(), batch, context).total();
 }
 
 TEST(Budget, AChunkThatIsPreparedAnewIsCountedOnce) {
@@ -22,18 +22,18 @@ TEST(Budget, AChunkThatIsPreparedAnewIsCountedOnce) {
   EngineRun run(small_options(directory.path()), 3);
   for (const int64_t layer : {0, 1}) ASSERT_TRUE(run.set_projection(layer).is_ok());
   Engine& engine = run.engine();
-  const int64_t before = engine.parts().ledger.total();
+  const int64_t before = engine.context().ledger.total();
   ASSERT_TRUE(engine.begin_pass(Pass::kPrefill).is_ok());
   ASSERT_TRUE(engine.exact_chunks().prepare(0, 1, 400).is_ok());
-  const int64_t once = engine.parts().ledger.total();
+  const int64_t once = engine.context().ledger.total();
   EXPECT_GT(once, before);
   for (int again = 0; again < 3; ++again) {
     ASSERT_TRUE(engine.exact_chunks().prepare(0, 1, 400).is_ok());
-    EXPECT_EQ(engine.parts().ledger.total(), once);
+    EXPECT_EQ(engine.context().ledger.total(), once);
     ASSERT_TRUE(engine.begin_pass(Pass::kPrefill).is_ok());
-    EXPECT_LT(engine.parts().ledger.total(), once) << "it was given up";
+    EXPECT_LT(engine.context().ledger.total(), once) << "it was given up";
     ASSERT_TRUE(engine.exact_chunks().prepare(0, 1, 400).is_ok());
-    EXPECT_EQ(engine.parts().ledger.total(), once);
+    EXPECT_EQ(engine.context().ledger.total(), once);
   }
 }
 
@@ -54,7 +54,7 @@ struct Appends {
   int64_t tokens;
 };
 
-TEST(Budget, IsNeverPassedAndNothingIsKeptOfAnAppendThatDoesNotFit) {
+TEST(Budget, IsNeverPassedAndNothingIsRetainedOfAnAppendThatDoesNotFit) {
   const TestDirectory directory;
   for (const auto& [heads, tokens] :
        {Appends{"all", 1}, {"all", 4}, {"all", 13}, {"all", 37}, {"each", 4}, {"each", 37}}) {
@@ -71,7 +71,7 @@ TEST(Budget, IsNeverPassedAndNothingIsKeptOfAnAppendThatDoesNotFit) {
     while (run.engine().positions(0) < 8000) {
       const Tokens drawn = run.draw_tokens(2, tokens);
       refused = run.give(layer, drawn, 2);
-      ASSERT_LE(run.engine().parts().ledger.peak(), options.kv_memory_bytes);
+      ASSERT_LE(run.engine().context().ledger.peak(), options.kv_memory_bytes);
       if (!refused.is_ok()) break;
       run.memory().append(layer, 2, drawn);
       layer = 1 - layer;
@@ -79,11 +79,11 @@ TEST(Budget, IsNeverPassedAndNothingIsKeptOfAnAppendThatDoesNotFit) {
     EXPECT_EQ(refused.code(), StatusCode::kBudget);
     EXPECT_NE(refused.message().find("kv_memory_bytes must"), std::string::npos);
     EXPECT_GE(run.engine().positions(1), 2500 - tokens) << "memory_need() promises as much";
-    const int64_t total = run.engine().parts().ledger.total();
+    const int64_t total = run.engine().context().ledger.total();
     for (int again = 0; again < 3; ++again) {
       const Tokens drawn = run.draw_tokens(2, tokens);
       ASSERT_FALSE(run.give(layer, drawn, 2).is_ok());
-      ASSERT_EQ(run.engine().parts().ledger.total(), total);
+      ASSERT_EQ(run.engine().context().ledger.total(), total);
     }
     run.compare_state();
     run.compare_contents();
@@ -147,9 +147,9 @@ TEST(Budget, AProjectionThatDoesNotFitLeavesTheLayerWithout) {
   const std::vector<float> numbers(64 * 16, 1.0f);
   EXPECT_EQ(run.engine().set_projection(0, 16, numbers.data(), numbers.data()).code(),
             StatusCode::kBudget);
-  EXPECT_FALSE(run.engine().parts().selector->is_ready(0));
-  EXPECT_EQ(run.engine().parts().ledger.used(Use::kProjections), 0);
-  EXPECT_EQ(run.engine().parts().ledger.used(Use::kSummary), 0);
+  EXPECT_FALSE(run.engine().context().selector->is_ready(0));
+  EXPECT_EQ(run.engine().context().ledger.used(Use::kProjections), 0);
+  EXPECT_EQ(run.engine().context().ledger.used(Use::kSummary), 0);
   ASSERT_TRUE(run.engine().crop(20).is_ok());
   EXPECT_TRUE(run.engine().set_projection(0, 16, numbers.data(), numbers.data()).is_ok());
 }
@@ -160,7 +160,7 @@ TEST(Quota, CoversExactlyTheRecordsAndItsEndTakesNothingAway) {
   {
     EngineRun probe(options, 1);
     options.disk_quota_bytes =
-        options.layers * 2 * options.sealed_groups(300) * probe.engine().parts().record_bytes();
+        options.layers * 2 * options.sealed_groups(300) * probe.engine().context().record_bytes();
   }
   EngineRun run(options, 7);
   run.forward(2, 30);
@@ -200,7 +200,7 @@ TEST(Quota, OfLessThanThePromisedContextIsRefusedAtTheStart) {
   }
 }
 
-TEST(Calls, OutOfTurnOrRangeAreRefused) {
+TEST(CallGuard, OutOfTurnOrRangeAreRefused) {
   const TestDirectory directory;
   EngineRun run(small_options(directory.path()), 7);
   std::vector<std::byte> output;
@@ -223,7 +223,7 @@ TEST(Calls, OutOfTurnOrRangeAreRefused) {
   run.compare_contents();
 }
 
-TEST(Calls, ALayerThatMustChooseWithoutAProjectionSaysSo) {
+TEST(CallGuard, ALayerThatMustChooseWithoutAProjectionSaysSo) {
   const TestDirectory directory;
   EngineRun run(small_options(directory.path()), 7);
   run.forward(1, 30);
@@ -240,7 +240,7 @@ TEST(Calls, ALayerThatMustChooseWithoutAProjectionSaysSo) {
   EXPECT_TRUE(run.attend(0, query, 1, output).is_ok());
 }
 
-TEST(Calls, OfHeadsThatChooseApartAreCountedInSequences) {
+TEST(CallGuard, OfHeadsThatChooseApartAreCountedInSequences) {
   const TestDirectory directory;
   EngineOptions options = small_options(directory.path(), 8);
   options.heads = "each";
@@ -337,7 +337,7 @@ EngineOptions drawn_options(std::mt19937_64& random) {
 TEST(Numbers, AnyThatTheRulesAllowAddUp) {
   std::mt19937_64 random(8);
   int64_t valid = 0;
-  for (int64_t turn = 0; turn < 2000; ++turn) {
+  for (int64_t refresh = 0; refresh < 2000; ++refresh) {
     const EngineOptions options = drawn_options(random);
     const Status status = options.validate();
     if (!status.is_ok()) continue;

@@ -36,7 +36,7 @@ TEST_P(LongLife, CrossesTheChunksOfSummariesAndOfWrites) {
   options.kv_memory_bytes = 16 << 20;  // small write buffers: several runs a chunk
   EngineRun run(options, 11);
   run.live(30, 3, 900);
-  EXPECT_GT(run.engine().parts().counters.groups_loaded, 200u);
+  EXPECT_GT(run.engine().context().counters.groups_loaded, 200u);
 }
 
 std::string place_name(Place place) { return place == Place::kHost ? "host" : "device"; }

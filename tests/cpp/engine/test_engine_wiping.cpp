@@ -9,17 +9,17 @@
 
 #include "device/host_device.h"
 #include "engine_run.h"
-#include "io/kernel.h"
+#include "io/syscalls.h"
 #include "saved_engine.h"
 
 namespace kvswap {
 namespace {
 
 /// Linux, and whether a file held anything but zeros when it was made empty.
-class EmptyingKernel final : public Kernel {
+class EmptyingKernel final : public Syscalls {
  public:
-  EmptyingKernel() { use_kernel(this); }
-  ~EmptyingKernel() override { use_kernel(nullptr); }
+  EmptyingKernel() { use_syscalls(this); }
+  ~EmptyingKernel() override { use_syscalls(nullptr); }
 
   int ftruncate(int fd, int64_t size_bytes) override {
     if (size_bytes == 0) {
@@ -30,7 +30,7 @@ class EmptyingKernel final : public Kernel {
       held_ = !std::ranges::all_of(bytes, [](std::byte byte) { return byte == std::byte{0}; });
       ++emptied_;
     }
-    return Kernel::ftruncate(fd, size_bytes);
+    return Syscalls::ftruncate(fd, size_bytes);
   }
   bool held() const { return held_; }
   int emptied() const { return emptied_; }
@@ -60,19 +60,19 @@ TEST(EngineWiping, LeavesZerosInTheFileWhenAsked) {
 }
 
 /// Linux, and how many bytes that were no zeros went back to it before the end.
-class ReturningKernel final : public Kernel {
+class ReturningKernel final : public Syscalls {
  public:
-  ReturningKernel() { use_kernel(this); }
-  ~ReturningKernel() override { use_kernel(nullptr); }
+  ReturningKernel() { use_syscalls(this); }
+  ~ReturningKernel() override { use_syscalls(nullptr); }
 
   int fallocate(int fd, int mode, int64_t offset_bytes, int64_t length_bytes) override {
     if (mode != 0) count(fd, offset_bytes, length_bytes);
-    return Kernel::fallocate(fd, mode, offset_bytes, length_bytes);
+    return Syscalls::fallocate(fd, mode, offset_bytes, length_bytes);
   }
   int ftruncate(int fd, int64_t size_bytes) override {
     const int64_t end = ::lseek(fd, 0, SEEK_END);
     if (size_bytes > 0 && size_bytes < end) count(fd, size_bytes, end - size_bytes);
-    return Kernel::ftruncate(fd, size_bytes);
+    return Syscalls::ftruncate(fd, size_bytes);
   }
   int64_t returned() const { return returned_; }
   int64_t held() const { return held_; }

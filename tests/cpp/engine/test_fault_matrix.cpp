@@ -201,7 +201,7 @@ class TurningLife : public Persistent {
       : Persistent(turning(options), kernel) {}
 
   const std::vector<std::byte>& attended() const { return attended_; }
-  uint64_t turns() { return run_.engine().parts().counters.turns; }
+  uint64_t refreshes() { return run_.engine().context().counters.refreshes; }
 
   void live(const KernelFault* fault) {
     for (const int64_t layer : {0, 1}) append(layer, 90);
@@ -209,7 +209,7 @@ class TurningLife : public Persistent {
     for (const int64_t layer : {0, 1}) {
       append(layer, 50);
       for (int64_t part = 0; part < kBatch; ++part)
-        run_.engine().keeping().observe_chunk(layer, part, window());
+        run_.engine().retention().observe_chunk(layer, part, window());
     }
     for (int i = 0; i < 8 && !testing::Test::HasFatalFailure(); ++i) {
       for (const int64_t layer : {0, 1}) attend(layer);
@@ -236,7 +236,7 @@ class TurningLife : public Persistent {
     again([&] { return run_.give(layer, drawn, kBatch); });
   }
 
-  KeptTokens::Window window() {
+  RetainedTokens::Window window() {
     const std::vector<float> queries = run_.numbers(kQueryHeads * kWindow * 64, 2);
     const auto* bytes = reinterpret_cast<const std::byte*>(queries.data());
     return {.queries = {bytes, bytes + queries.size() * sizeof(float)},
@@ -323,7 +323,7 @@ class FaultMatrix : public testing::TestWithParam<int> {
     if (attended_.empty()) {
       TurningLife undisturbed(options, kernel);
       undisturbed.live(nullptr);
-      EXPECT_EQ(undisturbed.turns(), 4u * 2) << "after the prompt, and then";
+      EXPECT_EQ(undisturbed.refreshes(), 4u * 2) << "after the prompt, and then";
       attended_ = undisturbed.attended();
     }
     TurningLife life(options, kernel);

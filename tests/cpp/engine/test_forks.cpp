@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/engine_report.h"
+#include "engine/report/engine_report.h"
 #include "engine_run.h"
 #include "saved_engine.h"
 
@@ -40,7 +40,7 @@ TEST(Forks, AnswerAlikeAndCountOnceWhatTheyShareWhicheverGoesFirst) {
     SavedInMemory saved(directory.path());
     ASSERT_TRUE(run->engine().saver().save(saved).is_ok());
     options.kv_memory_bytes =
-        memory_need(options, run->engine().parts().record_bytes(), 1, 2600).total();
+        memory_need(options, run->engine().context().record_bytes(), 1, 2600).total();
     for (int i = 0; i < 3; ++i) {
       auto opened = saved.open(options);
       ASSERT_TRUE(opened.is_ok()) << opened.status().message();
@@ -100,7 +100,7 @@ TEST(Forks, OfForksEndInAnErrorThatSaysHowToGoOn) {
   auto run = long_run(small_options(directory.path()), 100);
   std::unique_ptr<Engine> newest = run->go_on_with(nullptr);
   int64_t forks = 0;
-  for (; forks < 2 * FileStack::kFilesMax; ++forks) {
+  for (; forks < 2 * LayeredFile::kFilesMax; ++forks) {
     (void)answers(*newest, 7);  // adds records, in a file of its own
     const auto shared = newest->saver().share();
     if (!shared.is_ok()) {
@@ -109,7 +109,7 @@ TEST(Forks, OfForksEndInAnErrorThatSaysHowToGoOn) {
     }
     newest = fork_of(*newest);
   }
-  EXPECT_EQ(forks, FileStack::kFilesMax - 1);
+  EXPECT_EQ(forks, LayeredFile::kFilesMax - 1);
   SavedInMemory saved(directory.path());
   ASSERT_TRUE(newest->saver().save(saved).is_ok());
   auto opened = saved.open(newest->options());

@@ -39,7 +39,7 @@ Lived live(const std::string& replacement, ParallelFor parallel) {
     lived.chosen.insert(lived.chosen.end(), chosen.begin(), chosen.end());
   }
   lived.outputs = run.outputs();
-  lived.loaded = run.engine().parts().counters.groups_loaded;
+  lived.loaded = run.engine().context().counters.groups_loaded;
   return lived;
 }
 

@@ -58,7 +58,7 @@ TEST(Passes, OnesThatDecodeAreNotTooLong) {
 TEST(Passes, AnEmptyCacheBeginsWithAPrefill) {
   const TestDirectory directory;
   EngineRun run(small_options(directory.path()), 1);
-  ExactChunks& chunks = run.engine().exact_chunks();
+  ChunkedPrefill& chunks = run.engine().exact_chunks();
   EXPECT_TRUE(chunks.takes(0));
   run.forward(2, 1);
   EXPECT_FALSE(chunks.takes(0));

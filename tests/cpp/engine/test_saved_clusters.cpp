@@ -1,7 +1,7 @@
 // Engines of clusters that are saved, opened and forked go on as the one that never was.
 
 #include "cluster_lives.h"
-#include "methods/cluster_numbers.h"
+#include "methods/clusters/cluster_numbers.h"
 #include "saved_engine.h"
 
 namespace kvswap {

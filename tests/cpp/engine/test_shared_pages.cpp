@@ -32,7 +32,7 @@ class Steps {
   }
 
   EngineRun& run() { return run_; }
-  EngineCounters counters() { return run_.engine().parts().counters; }
+  EngineCounters counters() { return run_.engine().context().counters; }
   int refused() const { return refused_; }
 
   /// `query`: of each layer; empty: drawn.
@@ -66,7 +66,7 @@ TEST(SharedPages, WhatWasAttendedLastIsReadBeforeItIsChosen) {
   const std::vector<float> query = steps.run().draw_query(kBatch, 1);
   steps.step(query);
   const EngineCounters before = steps.counters();
-  const uint64_t read = steps.run().engine().parts().fetcher->counters().records;
+  const uint64_t read = steps.run().engine().context().fetcher->counters().records;
   steps.step(query);
   const EngineCounters after = steps.counters();
   const uint64_t attended = after.groups_attended - before.groups_attended;
@@ -75,9 +75,9 @@ TEST(SharedPages, WhatWasAttendedLastIsReadBeforeItIsChosen) {
   EXPECT_EQ(attended, 6u * kBatch * kLayers);
   EXPECT_GE(loaded, 6u * kBatch);
   EXPECT_LT(loaded, 2 * 6u * kBatch) << "a group was sealed, which may be chosen";
-  const uint64_t again = after.groups_read_again - before.groups_read_again;
+  const uint64_t again = after.groups_reloaded - before.groups_reloaded;
   EXPECT_GE(loaded + again, attended);
-  EXPECT_EQ(steps.run().engine().parts().fetcher->counters().records - read, loaded + again);
+  EXPECT_EQ(steps.run().engine().context().fetcher->counters().records - read, loaded + again);
 }
 
 TEST(SharedPages, TakeTheMemoryOfTwoLayersAndNoMore) {

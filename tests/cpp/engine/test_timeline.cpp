@@ -3,8 +3,8 @@
 #include <map>
 
 #include "device/host_device.h"
-#include "engine/chrome_trace.h"
-#include "engine/engine_report.h"
+#include "engine/report/chrome_trace.h"
+#include "engine/report/engine_report.h"
 #include "engine_run.h"
 
 namespace kvswap {
@@ -55,7 +55,7 @@ TEST_P(Recorded, SpansOfTheCallerNest) {
   EngineRun run(recording(directory.path(), GetParam()), 11);
   decode(run);
   std::vector<int64_t> ends;  // of the spans that are open
-  for (const Span& span : run.engine().parts().timeline->spans()) {
+  for (const Span& span : run.engine().context().timeline->spans()) {
     ASSERT_LE(span.begin_ns, span.end_ns) << span_name(span.kind);
     if (is_of_disk(span.kind)) continue;
     while (!ends.empty() && ends.back() <= span.begin_ns) ends.pop_back();
@@ -72,19 +72,19 @@ TEST_P(Recorded, TotalsAreTheCounters) {
   decode(run);
   Engine& engine = run.engine();
   run.select({0, 1});  // waits for what is under way
-  const uint64_t written = engine.parts().store->writes().queue().bytes_written();
-  const std::vector<Span> spans = engine.parts().timeline->spans();
-  ASSERT_LT(engine.parts().timeline->recorded(),
+  const uint64_t written = engine.context().store->writes().queue().bytes_written();
+  const std::vector<Span> spans = engine.context().timeline->spans();
+  ASSERT_LT(engine.context().timeline->recorded(),
             static_cast<uint64_t>(kSpans));  // none was overwritten
-  const EngineCounters& counters = engine.parts().counters;
-  const FetchCounters& fetches = engine.parts().fetcher->counters();
+  const EngineCounters& counters = engine.context().counters;
+  const FetchCounters& fetches = engine.context().fetcher->counters();
   EXPECT_NEAR(seconds_of(spans, SpanKind::kSelect), counters.select_seconds, 1e-9);
   EXPECT_NEAR(seconds_of(spans, SpanKind::kPlan), counters.plan_seconds, 1e-9);
   EXPECT_NEAR(seconds_of(spans, SpanKind::kAttend), counters.attend_seconds, 1e-9);
   EXPECT_NEAR(seconds_of(spans, SpanKind::kAppend), counters.append_seconds, 1e-9);
   EXPECT_NEAR(seconds_of(spans, SpanKind::kWait), fetches.wait_seconds, 1e-9);
   EXPECT_EQ(bytes_of(spans, SpanKind::kRead),
-            static_cast<int64_t>(engine.parts().fetcher->reader().counters().bytes));
+            static_cast<int64_t>(engine.context().fetcher->reader().counters().bytes));
   EXPECT_GE(bytes_of(spans, SpanKind::kWrite), static_cast<int64_t>(written));
   EXPECT_GT(written, 0u);
 }
@@ -93,7 +93,7 @@ TEST_P(Recorded, ReadsEndBeforeTheWaitOfTheirLayerEnds) {
   const TestDirectory directory;
   EngineRun run(recording(directory.path(), GetParam()), 13);
   decode(run);
-  const std::vector<Span> spans = run.engine().parts().timeline->spans();
+  const std::vector<Span> spans = run.engine().context().timeline->spans();
   std::map<uint64_t, Span> waits;
   for (const Span& span : spans) {
     if (span.kind == SpanKind::kWait) waits[span.ticket] = span;
@@ -115,7 +115,7 @@ TEST_P(Recorded, ReadsEndBeforeTheWaitOfTheirLayerEnds) {
 /// The layers whose reads were submitted since there were `begin` spans, in order.
 std::vector<int64_t> submitted_since(Engine& engine, size_t begin) {
   std::vector<int64_t> layers;
-  const std::vector<Span> spans = engine.parts().timeline->spans();
+  const std::vector<Span> spans = engine.context().timeline->spans();
   for (size_t i = begin; i < spans.size(); ++i) {
     if (spans[i].kind == SpanKind::kSubmit) layers.push_back(spans[i].layer);
   }
@@ -133,7 +133,7 @@ TEST_P(Recorded, ALayersOwnReadsAreSubmittedBeforeTheNextOnes) {
   decode(run);
   Engine& engine = run.engine();
   for (const bool looks_ahead : {false, true}) {
-    const size_t begin = engine.parts().timeline->spans().size();
+    const size_t begin = engine.context().timeline->spans().size();
     if (looks_ahead) run.look_ahead(0, 1);
     run.look_ahead(1, 1);
     for (int64_t layer = 0; layer < 2; ++layer) {
@@ -196,8 +196,8 @@ TEST(EngineTimeline, IsNotThereUnlessAskedFor) {
   const TestDirectory directory;
   EngineRun run(small_options(directory.path()), 15);
   decode(run);
-  EXPECT_EQ(run.engine().parts().timeline, nullptr);
-  EXPECT_EQ(run.engine().parts().ledger.used(Use::kTimeline), 0);
+  EXPECT_EQ(run.engine().context().timeline, nullptr);
+  EXPECT_EQ(run.engine().context().ledger.used(Use::kTimeline), 0);
   std::string trace;
   const Status refused = engine_timeline(run.engine(), trace);
   EXPECT_EQ(refused.code(), StatusCode::kInvalid);
@@ -212,7 +212,7 @@ TEST(EngineTimeline, KeepsTheNewestSteps) {
   decode(run);
   const int64_t before_ns = Timeline::now_ns();
   for (int step = 0; step < 12; ++step) run.forward(2, 1);
-  const std::vector<Span> spans = run.engine().parts().timeline->spans();
+  const std::vector<Span> spans = run.engine().context().timeline->spans();
   EXPECT_EQ(spans.size(), 40u);
   EXPECT_GT(spans.front().begin_ns, before_ns);
 }
@@ -224,7 +224,7 @@ TEST(EngineTimeline, IsPartOfTheBudget) {
   options.max_batch = 1;
   auto plain = Engine::create(options, nullptr);
   ASSERT_TRUE(plain.is_ok());
-  const int64_t record_bytes = plain.value()->parts().record_bytes();
+  const int64_t record_bytes = plain.value()->context().record_bytes();
   // A smaller budget has smaller write buffers: until it is just met.
   for (int i = 0; i < 5; ++i) {
     options.kv_memory_bytes = memory_need(options, record_bytes, 1, 200).total();
@@ -238,7 +238,7 @@ TEST(EngineTimeline, IsPartOfTheBudget) {
   options.kv_memory_bytes += Timeline::bytes(1000);
   auto granted = Engine::create(options, nullptr);
   ASSERT_TRUE(granted.is_ok()) << granted.status().message();
-  EXPECT_EQ(granted.value()->parts().ledger.used(Use::kTimeline), Timeline::bytes(1000));
+  EXPECT_EQ(granted.value()->context().ledger.used(Use::kTimeline), Timeline::bytes(1000));
 }
 
 }  // namespace

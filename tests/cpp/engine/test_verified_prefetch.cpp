@@ -5,7 +5,7 @@
 
 #include "cluster_lives.h"
 #include "device/host_device.h"
-#include "engine/engine_report.h"
+#include "engine/report/engine_report.h"
 #include "engine_run.h"
 #include "io/faulty_kernel.h"
 #include "random_life.h"
@@ -48,8 +48,8 @@ class Decoding {
 
   Engine& engine() { return run_.engine(); }
   EngineRun& run() { return run_; }
-  const EngineCounters& counters() { return engine().parts().counters; }
-  AdaptivePrefetch::Counts counts() { return engine().parts().adaptive_prefetch.total(); }
+  const EngineCounters& counters() { return engine().context().counters; }
+  AdaptivePrefetch::Counts counts() { return engine().context().adaptive_prefetch.total(); }
 
   void look_ahead(int64_t layer) {
     std::vector<float> predicted = queries_[layer];
@@ -248,8 +248,8 @@ TEST(Prefetch, WhatIsPredictedRightIsThereWhenItIsChosen) {
   EXPECT_EQ(without.counters().groups_prefetched, 0u);
   EXPECT_EQ(without.counters().groups_loaded,
             decoding.counters().groups_loaded + decoding.counters().groups_prefetched);
-  EXPECT_EQ(decoding.engine().parts().fetcher->counters().records,
-            without.engine().parts().fetcher->counters().records);
+  EXPECT_EQ(decoding.engine().context().fetcher->counters().records,
+            without.engine().context().fetcher->counters().records);
 }
 
 TEST(Prefetch, WhatWasReadInVainStaysInTheReuseBuffer) {
@@ -278,10 +278,10 @@ TEST(Prefetch, IsReadBehindWhatTheLayerBeforeLacks) {
     if (is_on_device) options.device = host_device({});
     Decoding decoding(options, Prediction::kWrong);
     decoding.steps(3);
-    const size_t begin = decoding.engine().parts().timeline->spans().size();
+    const size_t begin = decoding.engine().context().timeline->spans().size();
     decoding.step();
     std::vector<int64_t> submitted;
-    const std::vector<Span> spans = decoding.engine().parts().timeline->spans();
+    const std::vector<Span> spans = decoding.engine().context().timeline->spans();
     for (size_t i = begin; i < spans.size(); ++i) {
       if (spans[i].kind == SpanKind::kSubmit) submitted.push_back(spans[i].layer);
     }

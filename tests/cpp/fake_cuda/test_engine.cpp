@@ -66,7 +66,7 @@ TEST_F(CudaEngine, CrossesTheChunksOfSummariesAndOfWrites) {
   DeviceTensors tensors;
   EngineRun run(options, 11, nullptr, tensors);
   run.live(is_long() ? 30 : 8, 3, 900);
-  EXPECT_GT(run.engine().parts().counters.groups_loaded, 200u);
+  EXPECT_GT(run.engine().context().counters.groups_loaded, 200u);
 }
 
 TEST_F(CudaEngine, IsSavedAndGoesOnAsItWould) {

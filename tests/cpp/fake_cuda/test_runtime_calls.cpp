@@ -54,7 +54,7 @@ std::map<std::string, double> calls_per_layer_step(int64_t batch) {
   decode(run);  // room for what a step takes is made
   fake_cuda::count_calls();
   decode(run);
-  EXPECT_GT(run.engine().parts().counters.groups_loaded, 10u);
+  EXPECT_GT(run.engine().context().counters.groups_loaded, 10u);
   std::map<std::string, double> calls;
   for (const auto& [name, count] : fake_cuda::calls()) {
     calls[name] = static_cast<double>(count) / static_cast<double>(kSteps * kLayers);

@@ -19,35 +19,35 @@ std::unique_ptr<kvswap::FaultyKernel> kernel;
 
 /// Strikes the n-th call that changes a saved cache's files: the process is killed there, or the
 /// call fails. What has reached the disk, and what has got a name, is written to a log.
-class StepKernel final : public kvswap::Kernel {
+class StepKernel final : public kvswap::Syscalls {
  public:
   StepKernel(long nth, int error_number, int log) : left_(nth), error_(error_number), log_(log) {}
 
   int fsync(int fd) override {
     if (strikes()) return -error_;
-    const int result = Kernel::fsync(fd);
+    const int result = Syscalls::fsync(fd);
     struct stat facts = {};
     if (result == 0 && ::fstat(fd, &facts) == 0) say("synced", facts.st_ino);
     return result;
   }
   int name_file(int fd, int folder, const char* name) override {
-    return strikes() ? -error_ : Kernel::name_file(fd, folder, name);
+    return strikes() ? -error_ : Syscalls::name_file(fd, folder, name);
   }
   int rename(int folder, const char* from, const char* to, unsigned flags) override {
     if (strikes()) return -error_;
-    const int result = Kernel::rename(folder, from, to, flags);
+    const int result = Syscalls::rename(folder, from, to, flags);
     if (result == 0) say("renamed", 0);
     return result;
   }
   int make_folder(int parent, const char* name, mode_t mode) override {
-    return strikes() ? -error_ : Kernel::make_folder(parent, name, mode);
+    return strikes() ? -error_ : Syscalls::make_folder(parent, name, mode);
   }
   int open_at(int folder, const char* name, int flags, mode_t mode) override {
     return (flags & O_CREAT) != 0 && strikes() ? -error_
-                                               : Kernel::open_at(folder, name, flags, mode);
+                                               : Syscalls::open_at(folder, name, flags, mode);
   }
   int64_t pwrite(int fd, const void* data, size_t bytes, int64_t offset_bytes) override {
-    return strikes() ? -error_ : Kernel::pwrite(fd, data, bytes, offset_bytes);
+    return strikes() ? -error_ : Syscalls::pwrite(fd, data, bytes, offset_bytes);
   }
   bool has_struck() const { return left_ < 0; }
 
@@ -106,12 +106,12 @@ unsigned long faulty_seen(int call) {
 /// log: a descriptor, or -1.
 void faulty_step(long nth, int error_number, int log) {
   steps = std::make_unique<StepKernel>(nth, error_number, log);
-  kvswap::use_kernel(steps.get());
+  kvswap::use_syscalls(steps.get());
 }
 int faulty_step_has_struck() { return steps != nullptr && steps->has_struck() ? 1 : 0; }
 /// Linux itself again.
 void faulty_step_end() {
-  kvswap::use_kernel(nullptr);
+  kvswap::use_syscalls(nullptr);
   steps.reset();
 }
 

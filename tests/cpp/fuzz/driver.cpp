@@ -38,7 +38,7 @@ void on_abort(int) {
 Bytes mutated(const std::vector<Bytes>& corpus, std::mt19937_64& random) {
   const auto draw = [&](size_t below) { return static_cast<size_t>(random() % below); };
   Bytes bytes = corpus[draw(corpus.size())];
-  for (size_t turn = 0, turns = 1 + draw(6); turn < turns; ++turn) {
+  for (size_t turn = 0, refreshes = 1 + draw(6); turn < refreshes; ++turn) {
     const size_t at = bytes.empty() ? 0 : draw(bytes.size());
     const auto place = bytes.begin() + static_cast<ptrdiff_t>(at);
     const size_t kind = draw(5);

@@ -35,11 +35,11 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       const auto chosen = lent.begin() + input.below(static_cast<int64_t>(lent.size()));
       auto& [offset, length] = *chosen;
       // All of it, or what is at its end.
-      const int64_t kept = what < 75 ? 0 : input.below(length);
-      extents.release(offset + kept, length - kept);
-      mark(offset + kept, length - kept, false);
-      length = kept;
-      if (kept == 0) lent.erase(chosen);
+      const int64_t retained = what < 75 ? 0 : input.below(length);
+      extents.release(offset + retained, length - retained);
+      mark(offset + retained, length - retained, false);
+      length = retained;
+      if (retained == 0) lent.erase(chosen);
     }
     const auto last = std::find(is_lent.rbegin(), is_lent.rend(), true);
     CHECK(extents.end_bytes() == is_lent.rend() - last);

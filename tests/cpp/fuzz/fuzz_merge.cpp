@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "fuzz_target.h"
-#include "io/merge.h"
+#include "io/read_coalescing.h"
 
 namespace {
 
@@ -18,7 +18,7 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const int64_t gap_max = input.below(64) * kUnit;
   const int64_t merged_max = input.below(256) * kUnit;
   std::vector<std::byte> memory(1 << 20);
-  std::vector<std::byte> scrap(static_cast<size_t>(gap_max) + 1);
+  std::vector<std::byte> discard_buffer(static_cast<size_t>(gap_max) + 1);
   std::vector<Placement> placements;
   std::map<int64_t, std::byte*> expected;  // where each block of the file lands
   int64_t offset = 0;
@@ -43,14 +43,14 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   MergedReads merged;
   merged.build(placements, {.gap_bytes_max = gap_max,
                             .merged_bytes_max = merged_max,
-                            .scrap = gap_max > 0 ? scrap.data() : nullptr});
+                            .discard_buffer = gap_max > 0 ? discard_buffer.data() : nullptr});
   int64_t gaps = 0;
   for (const BlockRead& read : merged.reads()) {
     CHECK(!read.targets.empty() && read.targets.size() <= static_cast<size_t>(kTargetsMax));
     int64_t at = read.offset_bytes;
     for (const iovec& target : read.targets) {
       auto* base = static_cast<std::byte*>(target.iov_base);
-      const bool is_gap = base == scrap.data();
+      const bool is_gap = base == discard_buffer.data();
       CHECK(!is_gap || target.iov_len <= static_cast<size_t>(gap_max));
       for (size_t done = 0; done < target.iov_len; done += kUnit, at += kUnit) {
         const auto found = expected.find(at);

@@ -3,7 +3,7 @@
 #include <fcntl.h>
 
 #include "fuzz_target.h"
-#include "io/unnamed_file.h"
+#include "io/anonymous_file.h"
 #include "kvswap/errors.h"
 #include "kvswap/saved_manifest.h"
 #include "kvswap/saved_state.h"

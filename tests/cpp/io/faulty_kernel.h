@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "io/kernel.h"
+#include "io/syscalls.h"
 
 namespace kvswap {
 
@@ -43,10 +43,10 @@ struct KernelFault {
 ///
 /// Deterministic for a caller with one thread: the same calls get the same faults. What was
 /// injected is kept in log(). In use from its making to its end; one at a time.
-class FaultyKernel final : public Kernel {
+class FaultyKernel final : public Syscalls {
  public:
-  FaultyKernel() { use_kernel(this); }
-  ~FaultyKernel() override { use_kernel(nullptr); }
+  FaultyKernel() { use_syscalls(this); }
+  ~FaultyKernel() override { use_syscalls(nullptr); }
 
   void arm(const KernelFault& fault) {
     const std::lock_guard lock(mutex_);
@@ -76,55 +76,56 @@ class FaultyKernel final : public Kernel {
 
   int open(const char* path, int flags, mode_t mode) override {
     const KernelFault fault = next(KernelCall::kOpen, 0, path);
-    return fault.error_number != 0 ? -fault.error_number : Kernel::open(path, flags, mode);
+    return fault.error_number != 0 ? -fault.error_number : Syscalls::open(path, flags, mode);
   }
   int open_at(int folder, const char* name, int flags, mode_t mode) override {
     const KernelFault fault = next(KernelCall::kOpen, 0, name);
     return fault.error_number != 0 ? -fault.error_number
-                                   : Kernel::open_at(folder, name, flags, mode);
+                                   : Syscalls::open_at(folder, name, flags, mode);
   }
   int facts(int fd, struct stat* facts) override {
     const KernelFault fault = next(KernelCall::kFacts, 0, name_of(fd));
-    return fault.error_number != 0 ? -fault.error_number : Kernel::facts(fd, facts);
+    return fault.error_number != 0 ? -fault.error_number : Syscalls::facts(fd, facts);
   }
   int facts_at(int folder, const char* name, struct stat* facts, int flags) override {
     const KernelFault fault = next(KernelCall::kFacts, 0, name);
     return fault.error_number != 0 ? -fault.error_number
-                                   : Kernel::facts_at(folder, name, facts, flags);
+                                   : Syscalls::facts_at(folder, name, facts, flags);
   }
   int fallocate(int fd, int mode, int64_t offset_bytes, int64_t length_bytes) override {
     const KernelFault fault = next(KernelCall::kAllocate, offset_bytes, name_of(fd));
     if (fault.error_number != 0) return -fault.error_number;
-    return Kernel::fallocate(fd, mode, offset_bytes, length_bytes);
+    return Syscalls::fallocate(fd, mode, offset_bytes, length_bytes);
   }
   int64_t pwrite(int fd, const void* data, size_t bytes, int64_t offset_bytes) override {
     const KernelFault fault = next(KernelCall::kWrite, offset_bytes, name_of(fd));
     if (fault.error_number != 0) return -fault.error_number;
     const auto all = static_cast<int64_t>(bytes);
-    return Kernel::pwrite(fd, data, static_cast<size_t>(fault.is_short ? half(all) : all),
-                          offset_bytes);
+    return Syscalls::pwrite(fd, data, static_cast<size_t>(fault.is_short ? half(all) : all),
+                            offset_bytes);
   }
   int64_t preadv(int fd, const iovec* targets, int count, int64_t offset_bytes) override {
     const KernelFault fault = next(KernelCall::kRead, offset_bytes, name_of(fd));
     if (fault.error_number != 0) return -fault.error_number;
-    const int64_t result = Kernel::preadv(fd, targets, count, offset_bytes);
+    const int64_t result = Syscalls::preadv(fd, targets, count, offset_bytes);
     return fault.is_short && result > 0 ? half(result) : result;
   }
   int ring_setup(unsigned entries, io_uring* ring, unsigned flags) override {
     const KernelFault fault = next(KernelCall::kRingSetup, entries);
-    return fault.error_number != 0 ? -fault.error_number : Kernel::ring_setup(entries, ring, flags);
+    return fault.error_number != 0 ? -fault.error_number
+                                   : Syscalls::ring_setup(entries, ring, flags);
   }
   int ring_submit(io_uring* ring, unsigned completions) override {
     const KernelFault fault = next(KernelCall::kRingSubmit, completions);
     if (fault.error_number != 0) return -fault.error_number;
-    if (!is_holding()) return Kernel::ring_submit(ring, completions);
+    if (!is_holding()) return Syscalls::ring_submit(ring, completions);
     // What is held back comes without the kernel's waking anybody.
     ::usleep(100);
-    return Kernel::ring_submit(ring, 0);
+    return Syscalls::ring_submit(ring, 0);
   }
   int ring_reap(io_uring* ring, std::span<RingCompletion> completions) override {
     std::array<RingCompletion, 64> fresh;
-    const int count = Kernel::ring_reap(
+    const int count = Syscalls::ring_reap(
         ring, std::span(fresh).first(std::min<size_t>(fresh.size(), completions.size())));
     for (int i = 0; i < count; ++i) {
       RingCompletion completion = fresh[i];

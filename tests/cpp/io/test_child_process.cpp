@@ -22,8 +22,8 @@
 #include <vector>
 
 #include "io/host_info.h"
-#include "io/patience.h"
 #include "io/readers.h"
+#include "io/wait_policy.h"
 #include "io/write_queue.h"
 #include "test_files.h"
 

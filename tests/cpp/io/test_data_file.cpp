@@ -11,9 +11,9 @@
 #include <cstring>
 #include <fstream>
 
+#include "io/anonymous_file.h"
 #include "io/data_file.h"
-#include "io/kernel.h"
-#include "io/unnamed_file.h"
+#include "io/syscalls.h"
 #include "test_files.h"
 
 namespace kvswap {
@@ -53,10 +53,10 @@ TEST(DataFile, GivesBackWhatWasWritten) {
 }
 
 /// Linux on a disk that takes nothing from the page cache.
-class LosingKernel final : public Kernel {
+class LosingKernel final : public Syscalls {
  public:
-  explicit LosingKernel(int error_number) : error_number_(error_number) { use_kernel(this); }
-  ~LosingKernel() override { use_kernel(nullptr); }
+  explicit LosingKernel(int error_number) : error_number_(error_number) { use_syscalls(this); }
+  ~LosingKernel() override { use_syscalls(nullptr); }
   int write_back(int, int64_t, int64_t) override { return -error_number_; }
   int error_number_;
 };

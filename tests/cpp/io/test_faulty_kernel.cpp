@@ -12,9 +12,9 @@
 #include <cstring>
 
 #include "faulty_kernel.h"
+#include "io/anonymous_file.h"
 #include "io/host_info.h"
 #include "io/readers.h"
-#include "io/unnamed_file.h"
 #include "io/write_queue.h"
 #include "test_files.h"
 
@@ -122,7 +122,7 @@ TEST_P(FaultyReads, ARingThatFailsIsLeft) {
 
 TEST_P(FaultyReads, AWaitThatTakesTooLongIsGivenUpAndTakenUpAgain) {
   if (GetParam() == ReaderKind::kSync) return;
-  Patience patience(0.2);
+  WaitPolicy patience(0.2);
   reader_ =
       must(open_reader(*file_, {.kind = GetParam(), .depth = 16, .patience = &patience})).reader;
   kernel_.arm({.call = KernelCall::kRead, .nth = 5, .delay_us = 700000});
@@ -145,11 +145,11 @@ INSTANTIATE_TEST_SUITE_P(Readers, FaultyReads,
                                          ReaderKind::kSync));
 
 /// Not enough locked memory for the first rings that are asked for.
-class SetupsRefused final : public Kernel {
+class SetupsRefused final : public Syscalls {
  public:
-  explicit SetupsRefused(int count) : left_(count) { use_kernel(this); }
+  explicit SetupsRefused(int count) : left_(count) { use_syscalls(this); }
   int ring_setup(unsigned entries, io_uring* ring, unsigned flags) override {
-    return left_-- > 0 ? -ENOMEM : Kernel::ring_setup(entries, ring, flags);
+    return left_-- > 0 ? -ENOMEM : Syscalls::ring_setup(entries, ring, flags);
   }
 
  private:
@@ -191,7 +191,7 @@ TEST(FaultyLadder, EveryRungIsReached) {
   opened = must(open_reader(*file, {.depth = 256}));
   EXPECT_EQ(opened.reader->name(), "uring");
   EXPECT_TRUE(contains(opened.reason, "16 reads")) << opened.reason;
-  use_kernel(&kernel);
+  use_syscalls(&kernel);
   // 256 is refused, 64 is granted.
   kernel.arm({.call = KernelCall::kRingSetup, .nth = 1, .error_number = ENOMEM});
   opened = must(open_reader(*file, {.depth = 256}));

@@ -9,9 +9,9 @@
 #include <string>
 
 #include "faulty_kernel.h"
+#include "io/anonymous_file.h"
 #include "io/failure.h"
 #include "io/file_bytes.h"
-#include "io/unnamed_file.h"
 #include "test_files.h"
 
 namespace kvswap {

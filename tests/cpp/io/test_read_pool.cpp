@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "io/kernel.h"
 #include "io/readers.h"
+#include "io/syscalls.h"
 #include "test_files.h"
 
 namespace kvswap {
@@ -112,10 +112,10 @@ TEST_F(ReadPoolTest, ReadersComeAndGoUnderOneAnother) {
 }
 
 /// Reads of one file do not come back before they are let.
-class HangingKernel final : public Kernel {
+class HangingKernel final : public Syscalls {
  public:
-  HangingKernel() { use_kernel(this); }
-  ~HangingKernel() override { use_kernel(nullptr); }
+  HangingKernel() { use_syscalls(this); }
+  ~HangingKernel() override { use_syscalls(nullptr); }
   void hang(int fd) { hung_fd_ = fd; }
   void let() {
     hung_fd_ = -1;
@@ -123,7 +123,7 @@ class HangingKernel final : public Kernel {
   }
   int64_t preadv(int fd, const iovec* targets, int count, int64_t offset_bytes) override {
     hung_fd_.wait(fd);
-    return Kernel::preadv(fd, targets, count, offset_bytes);
+    return Syscalls::preadv(fd, targets, count, offset_bytes);
   }
 
  private:

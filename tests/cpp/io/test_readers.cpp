@@ -8,7 +8,7 @@
 #include <numeric>
 #include <random>
 
-#include "io/merge.h"
+#include "io/read_coalescing.h"
 #include "io/readers.h"
 #include "test_files.h"
 
@@ -301,7 +301,7 @@ TEST_P(ReaderMatrix, TakesTheLargestVector) {
 TEST_P(ReaderMatrix, FetchesMergedNeighbours) {
   const int64_t unit = file_->alignment_bytes();
   std::mt19937_64 random(9);
-  const AlignedBytes scrap(static_cast<size_t>(4 * unit));
+  const AlignedBytes discard_buffer(static_cast<size_t>(4 * unit));
   const AlignedBytes landing(kFileBytes);
   std::vector<Placement> placements;
   for (int64_t at = 0; at + 2 * unit <= kFileBytes;) {
@@ -309,7 +309,7 @@ TEST_P(ReaderMatrix, FetchesMergedNeighbours) {
     at += 2 * unit + static_cast<int64_t>(random() % 8) * unit;
   }
   MergedReads merged;
-  merged.build(placements, {.gap_bytes_max = 4 * unit, .scrap = scrap.data()});
+  merged.build(placements, {.gap_bytes_max = 4 * unit, .discard_buffer = discard_buffer.data()});
   EXPECT_GT(merged.gap_bytes(), 0);
   must(reader_->wait(must(reader_->submit(merged.reads()))));
   for (const Placement& placement : placements) {

@@ -224,7 +224,7 @@ TEST_F(WriteQueueTest, AnErrorFreesAProducerThatWaits) {
 TEST_F(WriteQueueTest, AWaitEndsWhenItIsAskedToAndWhenItTakesTooLong) {
   GatedFile gated(std::move(file_));
   std::vector<std::string> log;
-  Patience patience(1.2);
+  WaitPolicy patience(1.2);
   set_log([&](const std::string& line) { log.push_back(line); });
   const auto queue = must(
       WriteQueue::create(&gated, {.buffer_bytes = kBlock, .buffers = 1, .patience = &patience}));

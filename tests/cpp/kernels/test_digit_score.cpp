@@ -14,14 +14,14 @@ struct Case {
   int64_t blocks, rank, queries;
 };
 
-struct Rows {
+struct SummaryEncoder {
   std::vector<std::byte> bytes = {};
   std::vector<int8_t> levels = {};  // [blocks, rank, 16]
   std::vector<float> token_scale = {};
 };
 
-Rows rows_of(const Case& of) {
-  Rows rows = {.token_scale = random_elements<float>(of.blocks * kSummaryBlock, 3)};
+SummaryEncoder rows_of(const Case& of) {
+  SummaryEncoder rows = {.token_scale = random_elements<float>(of.blocks * kSummaryBlock, 3)};
   const int64_t bytes = of.blocks * row_bytes(of.dtype, of.rank) * kSummaryBlock;
   for (const int8_t byte : random_elements<int8_t>(bytes, 1)) {
     rows.bytes.push_back(static_cast<std::byte>(byte));
@@ -31,8 +31,8 @@ Rows rows_of(const Case& of) {
   return rows;
 }
 
-LowRankScoreArgs args_of(const Case& of, const Rows& rows, const std::vector<float>& query,
-                         std::vector<float>& scores) {
+LowRankScoreArgs args_of(const Case& of, const SummaryEncoder& rows,
+                         const std::vector<float>& query, std::vector<float>& scores) {
   const int64_t stride = of.blocks * kSummaryBlock + 5;
   scores.assign(of.queries * stride, -7.0f);
   return {.summary = rows.bytes.data(),
@@ -46,7 +46,7 @@ LowRankScoreArgs args_of(const Case& of, const Rows& rows, const std::vector<flo
           .dtype = of.dtype};
 }
 
-void expect_products(const Case& of, const Rows& rows, const std::vector<float>& query,
+void expect_products(const Case& of, const SummaryEncoder& rows, const std::vector<float>& query,
                      const std::vector<float>& scores) {
   const int64_t stride = of.blocks * kSummaryBlock + 5;
   for (int64_t q = 0; q < of.queries; ++q) {
@@ -68,7 +68,7 @@ void expect_products(const Case& of, const Rows& rows, const std::vector<float>&
 }
 
 void expect_as_near_as_floats(const Case& of) {
-  const Rows rows = rows_of(of);
+  const SummaryEncoder rows = rows_of(of);
   const auto query = random_elements<float>(of.queries * of.rank, 2);
   std::vector<float> scores;
   LowRankScoreArgs args = args_of(of, rows, query, scores);
@@ -99,7 +99,7 @@ TEST_P(DigitScore, ScoresAreAsNearAsFloats) {
 /// The same bits alone and among others, and in pieces.
 TEST_P(DigitScore, ScoresDependOnTheirQueryAlone) {
   const Case of = {DType::kInt4, 5, 33, 6};
-  const Rows rows = rows_of(of);
+  const SummaryEncoder rows = rows_of(of);
   const auto query = random_elements<float>(of.queries * of.rank, 2);
   std::vector<float> together, alone;
   if (!digit_score(args_of(of, rows, query, together))) return;  // no such products here
@@ -115,7 +115,7 @@ TEST_P(DigitScore, ScoresDependOnTheirQueryAlone) {
 
 TEST_P(DigitScore, QueriesThatAreNoDigitsAreLeft) {
   const Case of = {DType::kInt8, 2, 8, 3};
-  const Rows rows = rows_of(of);
+  const SummaryEncoder rows = rows_of(of);
   for (const float other : {NAN, INFINITY, -INFINITY}) {
     auto query = random_elements<float>(of.queries * of.rank, 2);
     query[of.rank + 5] = other;
@@ -131,9 +131,9 @@ TEST_P(DigitScore, QueriesThatAreNoDigitsAreLeft) {
 
 TEST_P(DigitScore, TheLargestNumbersDoNotOverflow) {
   const Case of = {DType::kInt8, 1, 1024, 1};
-  const Rows rows = {std::vector<std::byte>(of.rank * kSummaryBlock, std::byte{0x80}),
-                     std::vector<int8_t>(of.rank * kSummaryBlock, -128),
-                     std::vector<float>(kSummaryBlock, 1.0f)};
+  const SummaryEncoder rows = {std::vector<std::byte>(of.rank * kSummaryBlock, std::byte{0x80}),
+                               std::vector<int8_t>(of.rank * kSummaryBlock, -128),
+                               std::vector<float>(kSummaryBlock, 1.0f)};
   for (const float each : {-127.0f, 127.0f, 3e30f}) {
     const std::vector<float> query(of.rank, each);
     std::vector<float> scores;
@@ -143,7 +143,7 @@ TEST_P(DigitScore, TheLargestNumbersDoNotOverflow) {
 
 TEST_P(DigitScore, AScaleThatIsNoNumberShows) {
   const Case of = {DType::kInt4, 1, 16, 1};
-  Rows rows = rows_of(of);
+  SummaryEncoder rows = rows_of(of);
   rows.token_scale[3] = NAN;
   const auto query = random_elements<float>(of.rank, 2);
   std::vector<float> scores;

@@ -124,9 +124,9 @@ void expect_rows(int64_t group_tokens) {
   }
 }
 
-class GroupRows : public KernelTest {};
+class GroupEncoder : public KernelTest {};
 
-TEST_P(GroupRows, MatchTheirDefinitions) {
+TEST_P(GroupEncoder, MatchTheirDefinitions) {
   for (const int64_t group_tokens : {1, 3, 16, 64}) {
     expect_rows<float, float>(group_tokens);
     expect_rows<BFloat16, BFloat16>(group_tokens);
@@ -157,7 +157,7 @@ void expect_no_numbers(float bad) {
   }
 }
 
-TEST_P(GroupRows, AKeyThatIsNotFiniteMakesTheLargestBoxAndNoMean) {
+TEST_P(GroupEncoder, AKeyThatIsNotFiniteMakesTheLargestBoxAndNoMean) {
   constexpr float kInfinite = std::numeric_limits<float>::infinity();
   for (const float bad : {std::numeric_limits<float>::quiet_NaN(), kInfinite, -kInfinite}) {
     expect_no_numbers<float>(bad);
@@ -167,7 +167,7 @@ TEST_P(GroupRows, AKeyThatIsNotFiniteMakesTheLargestBoxAndNoMean) {
   }
 }
 
-TEST_P(GroupRows, AreAskedWithTheHeadsThatAsk) {
+TEST_P(GroupEncoder, AreAskedWithTheHeadsThatAsk) {
   constexpr int64_t kHeads = 6;
   const auto query = random_elements<BFloat16>(kHeads * (kDim + 2), 4);
   for (const GroupRow row : {GroupRow::kBox, GroupRow::kMean}) {
@@ -203,7 +203,7 @@ TEST_P(GroupRows, AreAskedWithTheHeadsThatAsk) {
   }
 }
 
-KVSWAP_EVERY_LEVEL(GroupRows);
+KVSWAP_EVERY_LEVEL(GroupEncoder);
 
 }  // namespace
 }  // namespace kvswap

@@ -37,9 +37,9 @@ struct Weighed {
   std::vector<float> weights, largest, sums;
 };
 
-class Rows {
+class SummaryEncoder {
  public:
-  explicit Rows(const Case& of)
+  explicit SummaryEncoder(const Case& of)
       : case_(of),
         blocks_((of.tokens + kSummaryBlock - 1) / kSummaryBlock),
         summary_(random_elements<int8_t>(blocks_ * of.rank * kSummaryBlock, 1)),
@@ -121,13 +121,13 @@ class Int8Mass : public KernelTest {
   /// Nothing to test where it is not for this CPU.
   static bool is_here() {
     Weighed weighed{{}};
-    return Rows({}).in_one_pass(weighed);
+    return SummaryEncoder({}).in_one_pass(weighed);
   }
 };
 
 void expect_the_same(const Case& of) {
   Weighed own(of), expected(of);
-  const Rows rows(of);
+  const SummaryEncoder rows(of);
   rows.by_products(expected);
   ASSERT_TRUE(rows.in_one_pass(own));
   for (int64_t head = 0; head < of.heads; ++head) {
@@ -163,15 +163,15 @@ TEST_P(Int8Mass, AsByProducts) {
 
 TEST_P(Int8Mass, WhatItIsNotForIsLeftToTheOthers) {
   Weighed own{{}};
-  Rows rows{{}};
+  SummaryEncoder rows{{}};
   rows.scale[77] = std::numeric_limits<float>::quiet_NaN();
   EXPECT_FALSE(rows.in_one_pass(own));
-  rows = Rows{{}};
+  rows = SummaryEncoder{{}};
   rows.factors[8] = std::numeric_limits<float>::quiet_NaN();
   EXPECT_FALSE(rows.in_one_pass(own));
-  EXPECT_FALSE(Rows({.factor = 1e30f}).in_one_pass(own));
-  EXPECT_FALSE(Rows({.factor = 0.01f}).in_one_pass(own)) << "weights beyond 2^60";
-  EXPECT_FALSE(Rows({.group_tokens = 3}).in_one_pass(own));
+  EXPECT_FALSE(SummaryEncoder({.factor = 1e30f}).in_one_pass(own));
+  EXPECT_FALSE(SummaryEncoder({.factor = 0.01f}).in_one_pass(own)) << "weights beyond 2^60";
+  EXPECT_FALSE(SummaryEncoder({.group_tokens = 3}).in_one_pass(own));
   EXPECT_EQ(is_here() && GetParam() != "AVX3", false);
 }
 

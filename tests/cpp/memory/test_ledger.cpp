@@ -65,7 +65,7 @@ TEST(Ledger, TakesAnArenaWholeOrNotAtAll) {
   arena.take(Use::kPages, 100);
   EXPECT_EQ(arena.total(), 800);
   EXPECT_EQ(arena.of(Use::kPages), 700);
-  EXPECT_EQ(arena.only({Use::kTables, Use::kKept}).total(), 100);
+  EXPECT_EQ(arena.only({Use::kTables, Use::kRetained}).total(), 100);
   Ledger ledger(1000);
   EXPECT_TRUE(ledger.charge(arena, "an arena").is_ok());
   EXPECT_EQ(ledger.used(Use::kTables), 100);

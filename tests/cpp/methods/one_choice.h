@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "methods/selector.h"
+#include "methods/selection/selector.h"
 
 namespace kvswap {
 
@@ -13,7 +13,7 @@ namespace kvswap {
 struct OneChoice {
   const std::vector<float>& query;  // [heads, head_dim]
   int64_t heads = 0;
-  const TokenValidity& valid;
+  const PaddingMask& valid;
   int64_t groups = 0;
   int64_t k = 0;
   float scale = 1.0f;

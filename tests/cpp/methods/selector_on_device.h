@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "device/host_device.h"
-#include "methods/device_selector.h"
-#include "methods/make_selector.h"
+#include "methods/selection/device_selector.h"
+#include "methods/selection/selector_factory.h"
 
 namespace kvswap {
 
@@ -25,14 +25,14 @@ class OnDevice {
            const DeviceSelector::Room& room) {
     const DeviceKind kind = host_device(device);
     device_ = std::move(kind.make().value());
-    const RowsKind& rows = *RowsKind::find(options.rows);
+    const SummaryKind& rows = *SummaryKind::find(options.rows);
     const RowLayout layout(rows, options);
     const int64_t sealing =
         rows.on_device == nullptr ? 0 : rows.on_device->table_bytes(layout, 1, room.groups);
     const int64_t segment = std::max(DeviceSelector::table_bytes(layout, room), sealing);
-    tables_.resize(TableRing::kSegments * segment);
+    tables_.resize(UploadRing::kSegments * segment);
     answer_.resize(DeviceSelector::answer_bytes(room));
-    ring_ = std::move(TableRing::create(*device_, tables_.data(), segment).value());
+    ring_ = std::move(UploadRing::create(*device_, tables_.data(), segment).value());
     selector_ = make_selector(options, device_.get());
     EXPECT_TRUE(selector_
                     ->reserve({.room = room,
@@ -47,7 +47,7 @@ class OnDevice {
   std::vector<std::byte> tables_;
   std::vector<std::byte> answer_;
   std::unique_ptr<Device> device_;
-  std::unique_ptr<TableRing> ring_;
+  std::unique_ptr<UploadRing> ring_;
   std::unique_ptr<Selector> selector_;
 };
 

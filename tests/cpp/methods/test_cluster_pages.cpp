@@ -4,7 +4,7 @@
 #include <random>
 #include <set>
 
-#include "methods/cluster_pages.h"
+#include "methods/clusters/cluster_pages.h"
 
 namespace kvswap {
 namespace {
@@ -104,15 +104,15 @@ TEST(ClusterPages, ASplitLeavesHolesUntilItIsPacked) {
   EXPECT_TRUE(pages.install(*first).empty());
   EXPECT_EQ(pages.pages(0), 3);
   // Tokens 1, 5, 9 are another cluster's now, and stand in this one's pages.
-  const std::vector<int64_t> kept = {0, 2, 3, 4, 6, 7, 8};
+  const std::vector<int64_t> retained = {0, 2, 3, 4, 6, 7, 8};
   const std::vector<int64_t> gone = {1, 5, 9};
-  EXPECT_FALSE(pages.plan(0, kept)) << "its slots hold the other's tokens";
+  EXPECT_FALSE(pages.plan(0, retained)) << "its slots hold the other's tokens";
   const auto other = pages.plan(1, gone);
   ASSERT_TRUE(other);
   EXPECT_TRUE(pages.install(*other).empty());
   EXPECT_EQ(pages.mask(0), 0b1101u);
   EXPECT_EQ(pages.mask(2), 0b0001u);
-  const auto again = pages.plan(0, kept);
+  const auto again = pages.plan(0, retained);
   ASSERT_TRUE(again);
   EXPECT_EQ(again->slots.size(), 2u);
   EXPECT_EQ(pages.install(*again), (std::vector<int32_t>{2}));

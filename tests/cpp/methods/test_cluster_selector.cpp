@@ -9,7 +9,7 @@
 #include <random>
 #include <set>
 
-#include "methods/cluster_selector.h"
+#include "methods/clusters/cluster_selector.h"
 
 namespace kvswap {
 namespace {
@@ -74,9 +74,9 @@ class ClusterChoice : public testing::TestWithParam<Score> {
   }
 
   /// What one query's clusters are worth.
-  std::vector<double> worth(int64_t query) {
+  std::vector<double> importance(int64_t query) {
     const ClusterTable& table = row().clusters.table();
-    std::vector<double> worth(table.count());
+    std::vector<double> importance(table.count());
     std::vector<float> centroid(kWidth);
     for (int64_t head = 0; head < kHeads; ++head) {
       std::vector<double> of_head(table.count());
@@ -96,15 +96,17 @@ class ClusterChoice : public testing::TestWithParam<Score> {
       for (int64_t c = 0; c < table.count(); ++c) {
         const double each = is_by_mass ? of_head[c] / total : of_head[c];
         const bool adds = GetParam() == Score::kSum || GetParam() == Score::kMass;
-        worth[c] = head == 0 ? each : adds ? worth[c] + each : std::max(worth[c], each);
+        importance[c] = head == 0 ? each
+                        : adds    ? importance[c] + each
+                                  : std::max(importance[c], each);
       }
     }
-    return worth;
+    return importance;
   }
 
   /// The slots of the best clusters that fit.
   std::set<int32_t> expected(int64_t query, int64_t pages) {
-    const std::vector<double> value = worth(query);
+    const std::vector<double> value = importance(query);
     std::vector<int32_t> order(value.size());
     std::iota(order.begin(), order.end(), 0);
     std::sort(order.begin(), order.end(), [&](int a, int b) { return value[a] > value[b]; });
@@ -138,7 +140,7 @@ TEST_P(ClusterChoice, SeveralQueriesTakeTheUnionOfTheirs) {
 TEST_P(ClusterChoice, OneThatIsLargerThanItAllGetsWhatFits) {
   const std::vector<int32_t> one = chosen(1, 1);
   ASSERT_EQ(one.size(), 1u);
-  const std::vector<double> value = worth(0);
+  const std::vector<double> value = importance(0);
   const int64_t best = std::max_element(value.begin(), value.end()) - value.begin();
   EXPECT_EQ(slot_of_page(one[0]) / pages_a_cluster(options_of(GetParam())), best);
 }

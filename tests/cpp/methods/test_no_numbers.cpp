@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "methods/make_selector.h"
 #include "methods/one_choice.h"
+#include "methods/selection/selector_factory.h"
 #include "methods/selector_on_device.h"
 
 namespace kvswap {
@@ -61,7 +61,7 @@ std::vector<int32_t> choice(Selector& selector, const std::vector<float>& keys,
   const Status appended = selector.append(
       {.layer = 0, .sequence = 0, .keys = {keys.data(), kTokens * kDim, kDim}, .tokens = kTokens});
   EXPECT_TRUE(appended.is_ok());
-  TokenValidity valid;
+  PaddingMask valid;
   valid.append(kTokens, nullptr);
   return choose(selector, {.query = query,
                            .heads = kHeads,
@@ -99,7 +99,7 @@ TEST(NoNumbers, AGroupWithAKeyThatIsNoFiniteNumberIsChosenFirst) {
   const std::vector<float> query = normal_numbers(kHeads * kDim, 2);
   for (const Scoring& of : scorings()) {
     const MethodOptions options = options_of(of);
-    const bool takes_projections = RowsKind::find(of.rows)->takes_projections;
+    const bool takes_projections = SummaryKind::find(of.rows)->takes_projections;
     for (const float bad : {std::numeric_limits<float>::quiet_NaN(), kInfinity, -kInfinity}) {
       std::vector<float> keys = normal_numbers(kKvHeads * kTokens * kDim, 1);
       const auto others = choice(*make_selector(options, nullptr), keys, query, takes_projections);

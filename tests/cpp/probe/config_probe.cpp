@@ -4,7 +4,7 @@
 #include <iostream>
 #include <numeric>
 
-#include "engine/check_settings.h"
+#include "engine/settings_check.h"
 #include "kvswap/cache.h"
 #include "kvswap/json.h"
 #include "kvswap/memory_size.h"

@@ -14,7 +14,7 @@
 #include <fstream>
 #include <functional>
 
-#include "io/kernel.h"
+#include "io/syscalls.h"
 #include "kvswap/saved_cache.h"
 #include "saved_run.h"
 
@@ -240,24 +240,24 @@ TEST(SavedCache, LittleMemoryKeepsFewerPagesOrNamesTheLeast) {
 }
 
 /// Ends the process at the n-th call that changes the file system.
-class DeadlyKernel final : public Kernel {
+class DeadlyKernel final : public Syscalls {
  public:
   explicit DeadlyKernel(int calls) : left_(calls) {}
-  int fsync(int fd) override { return tick(), Kernel::fsync(fd); }
+  int fsync(int fd) override { return tick(), Syscalls::fsync(fd); }
   int name_file(int fd, int folder, const char* name) override {
-    return tick(), Kernel::name_file(fd, folder, name);
+    return tick(), Syscalls::name_file(fd, folder, name);
   }
   int rename(int folder, const char* from, const char* to, unsigned flags) override {
-    return tick(), Kernel::rename(folder, from, to, flags);
+    return tick(), Syscalls::rename(folder, from, to, flags);
   }
   int make_folder(int parent, const char* name, mode_t mode) override {
-    return tick(), Kernel::make_folder(parent, name, mode);
+    return tick(), Syscalls::make_folder(parent, name, mode);
   }
   int open_at(int folder, const char* name, int flags, mode_t mode) override {
-    return tick(), Kernel::open_at(folder, name, flags, mode);
+    return tick(), Syscalls::open_at(folder, name, flags, mode);
   }
   int64_t pwrite(int fd, const void* data, size_t bytes, int64_t offset_bytes) override {
-    return tick(), Kernel::pwrite(fd, data, bytes, offset_bytes);
+    return tick(), Syscalls::pwrite(fd, data, bytes, offset_bytes);
   }
 
  private:
@@ -288,9 +288,9 @@ TEST(SavedCache, AKillAtAnyStepLeavesAllOrNothingAndTheNextSaveClearsUp) {
         Cache session(options_in(folder.path()));
         step(session, 100, 2);
         DeadlyKernel deadly(calls);
-        use_kernel(&deadly);
+        use_syscalls(&deadly);
         session.save({.path = path, .overwrite = overwrite});
-        use_kernel(nullptr);
+        use_syscalls(nullptr);
         ::_exit(0);
       }
       int status = 0;
@@ -315,16 +315,16 @@ TEST(SavedCache, AKillAtAnyStepLeavesAllOrNothingAndTheNextSaveClearsUp) {
 }
 
 /// Fails the n-th call of a kind, once. Writes of the session's own file, tried again, are let be.
-class FullKernel final : public Kernel {
+class FullKernel final : public Syscalls {
  public:
   explicit FullKernel(int calls) : left_(calls) {}
   int open_at(int folder, const char* name, int flags, mode_t mode) override {
-    return made_ = Kernel::open_at(folder, name, flags, mode);
+    return made_ = Syscalls::open_at(folder, name, flags, mode);
   }
   int64_t pwrite(int fd, const void* data, size_t bytes, int64_t offset_bytes) override {
-    return fd == made_ && fails() ? -ENOSPC : Kernel::pwrite(fd, data, bytes, offset_bytes);
+    return fd == made_ && fails() ? -ENOSPC : Syscalls::pwrite(fd, data, bytes, offset_bytes);
   }
-  int fsync(int fd) override { return fails() ? -EIO : Kernel::fsync(fd); }
+  int fsync(int fd) override { return fails() ? -EIO : Syscalls::fsync(fd); }
   int name_file(int, int, const char*) override { return -EXDEV; }
   bool has_failed() const { return left_ < 0; }
 
@@ -344,9 +344,9 @@ TEST(SavedCache, ADiskThatIsFullOrFailsLeavesNothingAndTheSessionGoesOn) {
   for (int calls = 0; failed; ++calls) {
     ASSERT_LT(calls, 100);
     FullKernel full(calls);
-    use_kernel(&full);
+    use_syscalls(&full);
     const std::string said = message_of([&] { session.save({.path = folder / "book"}); });
-    use_kernel(nullptr);
+    use_syscalls(nullptr);
     failed = full.has_failed();
     EXPECT_EQ(failed, !said.empty()) << said;
     EXPECT_EQ(folder.names().size(), failed ? 0u : 1u);

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "io/kernel.h"
+#include "io/syscalls.h"
 #include "kvswap/saved_cache.h"
 #include "saved_run.h"
 
@@ -64,14 +64,14 @@ struct Moment {
 
 /// Linux, and a list of the moments between the calls that change or sync files. A sync that is
 /// `lost` says that it was done.
-class WatchedKernel final : public Kernel {
+class WatchedKernel final : public Syscalls {
  public:
   WatchedKernel(std::string folder, int lost) : folder_(std::move(folder)), lost_(lost) {
     synced_.take(folder_);
     note();
   }
   int fsync(int fd) override {
-    const int result = Kernel::fsync(fd);
+    const int result = Syscalls::fsync(fd);
     const std::lock_guard lock(mutex_);
     if (result == 0 && lost_-- != 0) {
       const std::string path = "/proc/self/fd/" + std::to_string(fd);
@@ -88,22 +88,22 @@ class WatchedKernel final : public Kernel {
     return result;
   }
   int name_file(int fd, int folder, const char* name) override {
-    return noted(Kernel::name_file(fd, folder, name));
+    return noted(Syscalls::name_file(fd, folder, name));
   }
   int rename(int folder, const char* from, const char* to, unsigned flags) override {
-    return noted(Kernel::rename(folder, from, to, flags));
+    return noted(Syscalls::rename(folder, from, to, flags));
   }
   int make_folder(int parent, const char* name, mode_t mode) override {
-    return noted(Kernel::make_folder(parent, name, mode));
+    return noted(Syscalls::make_folder(parent, name, mode));
   }
   int open_at(int folder, const char* name, int flags, mode_t mode) override {
-    return noted(Kernel::open_at(folder, name, flags, mode));
+    return noted(Syscalls::open_at(folder, name, flags, mode));
   }
   int ftruncate(int fd, int64_t size_bytes) override {
-    return noted(Kernel::ftruncate(fd, size_bytes));
+    return noted(Syscalls::ftruncate(fd, size_bytes));
   }
   int64_t pwrite(int fd, const void* data, size_t bytes, int64_t offset_bytes) override {
-    return noted(Kernel::pwrite(fd, data, bytes, offset_bytes));
+    return noted(Syscalls::pwrite(fd, data, bytes, offset_bytes));
   }
 
   std::vector<Moment> moments;
@@ -213,9 +213,9 @@ class PowerLoss : public testing::TestWithParam<bool> {
     Cache session(options_in(folder_.path()));
     step(session, kNewTokens, kNewTokens);
     WatchedKernel watched(disk(), lost);
-    use_kernel(&watched);
+    use_syscalls(&watched);
     session.save({.path = saved(), .overwrite = GetParam()});
-    use_kernel(nullptr);
+    use_syscalls(nullptr);
     return std::move(watched.moments);
   }
 

@@ -6,7 +6,7 @@
 #include <iterator>
 #include <string>
 
-#include "io/kernel.h"
+#include "io/syscalls.h"
 #include "saved_run.h"
 
 #if KVSWAP_HAS_JSON
@@ -15,14 +15,14 @@ namespace kvswap {
 namespace {
 
 /// Linux, and what the file that a fork's state went through holds at its last write.
-class StateKernel final : public Kernel {
+class StateKernel final : public Syscalls {
  public:
-  StateKernel() { use_kernel(this); }
-  ~StateKernel() override { use_kernel(nullptr); }
+  StateKernel() { use_syscalls(this); }
+  ~StateKernel() override { use_syscalls(nullptr); }
   int64_t pwrite(int fd, const void* data, size_t bytes, int64_t offset_bytes) override {
     const auto* text = static_cast<const char*>(data);
     if (offset_bytes == 0 && bytes > 10 && text[8] == '{' && text[9] == '"') state_ = fd;
-    const int64_t count = Kernel::pwrite(fd, data, bytes, offset_bytes);
+    const int64_t count = Syscalls::pwrite(fd, data, bytes, offset_bytes);
     if (fd == state_) {
       std::ifstream file("/proc/self/fd/" + std::to_string(fd), std::ios::binary);
       content_.assign(std::istreambuf_iterator<char>(file), {});

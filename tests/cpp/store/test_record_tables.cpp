@@ -4,7 +4,7 @@
 #include <numeric>
 #include <vector>
 
-#include "store/record_list.h"
+#include "store/record_registry.h"
 #include "store/record_tables.h"
 
 namespace kvswap {
@@ -20,7 +20,7 @@ class RecordTablesTest : public testing::Test {
   }
 
   std::vector<uint32_t> released_;
-  RecordList records_{2, std::pmr::new_delete_resource()};
+  RecordRegistry records_{2, std::pmr::new_delete_resource()};
   RecordTables tables_{1, records_, std::pmr::new_delete_resource(),
                        [this](uint32_t number) { released_.push_back(records_.at(number).place); }};
 };
@@ -78,7 +78,7 @@ TEST_F(RecordTablesTest, WhatIsHeldIsSavedInOrderAndRestored) {
   EXPECT_EQ(renumbered, (std::vector<uint32_t>{0, 0, 1, 2}));
   EXPECT_EQ(saved.notes, (std::vector<int8_t>{1, -1, 2, -2, 3, -3}));
 
-  RecordList records(2, std::pmr::new_delete_resource());
+  RecordRegistry records(2, std::pmr::new_delete_resource());
   RecordTables tables(1, records, std::pmr::new_delete_resource(), [](uint32_t) {});
   tables.set_sequences(1);
   records.restore(saved);

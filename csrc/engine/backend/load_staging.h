@@ -1,0 +1,64 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "device/device.h"
+#include "device/upload_ring.h"
+#include "engine/backend/device_compute.h"
+#include "engine/backend/memory_backend.h"
+#include "engine/backend/pinned_buffer.h"
+#include "engine/backend/staging_buffers.h"
+
+namespace kvswap {
+
+/// Loads land in lanes of pinned memory; one copy and one scatter a layer bring them to their
+/// pages, on the load stream.
+///
+/// Order between streams, each by an event:
+///   compute -> load    a page is overwritten after the last attention of its layer
+///   load -> compute    attention runs when the records have come
+class DeviceLoadStaging final : public LoadStaging {
+ public:
+  DeviceLoadStaging(Device& device, const std::unique_ptr<UploadRing>& tables,
+                    const DeviceCompute& compute, int64_t layers, int64_t record_bytes,
+                    AtEnd pinned_at_end)
+      : device_(device),
+        tables_(tables),
+        compute_(compute),
+        record_bytes_(record_bytes),
+        pinned_at_end_(pinned_at_end),
+        buffers_(device),
+        needs_(layers),
+        has_(layers),
+        is_wait_timed_(layers, false) {}
+  Status open();
+  /// Lanes of `lane_records` each; nothing is in flight.
+  Status reserve(int64_t lane_records);
+
+  Result<std::shared_ptr<std::byte>> make_landing(int64_t bytes) override;
+  bool can_acquire(int64_t loads) const override { return loads == 0 || buffers_.has_room(); }
+  Status acquire(Fetch& fetch) override { return buffers_.acquire(fetch); }
+  Status publish(Fetch& fetch) override;
+  void give_back(Fetch& fetch) override { buffers_.release(fetch); }
+  std::byte* landing_in(std::byte*) const override { return nullptr; }
+
+  SpaceCounters counters() const;
+
+ private:
+  Device& device_;
+  const std::unique_ptr<UploadRing>& tables_;
+  const DeviceCompute& compute_;
+  int64_t record_bytes_;
+  AtEnd pinned_at_end_;
+  PinnedBuffer lane_memory_;
+  StagingBuffers buffers_;
+  DeviceBytes staging_;              // [lane_records, record_bytes]
+  std::vector<Event> needs_;         // [layers]: compute came to need a layer's loads ...
+  std::vector<Event> has_;           // [layers]: ... and had them
+  std::vector<bool> is_wait_timed_;  // [layers]: both were recorded, and their time is not taken
+  SpaceCounters counters_;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,126 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/engine_context.h"
+#include "engine/prefill/prefix_reader.h"
+#include "engine/retention/layer_budgets.h"
+#include "engine/retention/observation_scorer.h"
+#include "engine/retention/online_retention.h"
+#include "engine/retention/outlier_scorer.h"
+#include "engine/retention/retained_pages.h"
+#include "engine/retention/summary_exclusion.h"
+#include "engine/retention/token_eviction.h"
+#include "engine/retention/user_token_scores.h"
+#include "engine/sequence/batch.h"
+#include "engine/sequence/sealer.h"
+#include "engine/sequence/tail.h"
+#include "engine/step/step_attention.h"
+
+namespace kvswap {
+
+/// Decides when a layer's set of retained tokens is chosen again ("refreshed"), and by which
+/// scores. Retained tokens stay in memory and are attended in every step, regardless of the query.
+///
+///   when                          scores                                      computed by
+///   after a prompt                attention of the newest `keep_window`       ObservationScorer:
+///   reads the
+///                                 queries over all earlier tokens             layer's records once
+///   every `keep_interval`         the same queries over the tokens that they  StepAttention: reads
+///   nothing
+///     decoded tokens              attended; h2o: all queries since the prompt
+///   ... keep_scores = disk        the newest `keep_window` queries over all   ObservationScorer:
+///   reads the
+///                                 tokens                                      records twice
+///   RetentionPolicy::is_given     the user's scores                           UserTokenScores
+///   ... keeps_outliers, after a   1 - least cosine to the group's mean key    OutlierScorer
+///     prompt
+///
+/// With keep_scores = disk refreshes are spread over layers, sequences and the interval, so that no
+/// step reads all records. While all tokens fit in memory no set is chosen. With keep_share = auto
+/// the refresh after a prompt decides how many tokens are retained, and as many groups fewer are
+/// selected (PRKV G).
+///
+/// RetentionPlan says how many tokens a layer retains, or LayerBudgets if layers differ.
+/// RetainedPages copies their bytes to pages of their own; their records stay on disk. Without a
+/// disk TokenEviction discards the others. OnlineRetention retains tokens as they leave the tail.
+/// SummaryExclusion rewrites the rows of groups without them (exclude_from_summary).
+///
+/// Errors: a refresh that fails keeps the old set, and the next call tries again. Not thread-safe.
+/// Sources: SnapKV 4, PRKV 4.1 and algorithm 1, H2O 4, ARKV IV, ShadowKV 4.1.
+class RetentionManager {
+ public:
+  RetentionManager(EngineContext& context, Batch& batch, const Tail& tail, Sealer& sealer,
+                   PrefixReader& past)
+      : context_(context),
+        batch_(batch),
+        retained_pages_(context, batch, tail, sealer, past),
+        exclusion_(context, batch, sealer, past),
+        eviction_(context, batch, retained_pages_),
+        given_(context, batch),
+        observation_(context, batch, tail, past, eviction_),
+        outliers_(context, batch, past),
+        budgets_(context, batch, retained_pages_),
+        online_(context, batch, retained_pages_),
+        step_(context, batch) {}
+
+  UserTokenScores& given() { return given_; }
+  TokenEviction& eviction() { return eviction_; }
+
+  /// Of a long chunk's newest queries so many are to be observed; 0: none.
+  int64_t window(int64_t layer) const;
+  /// Where nothing of a chunk is observed, and a prompt decides all the same: it has ended.
+  void note_chunk(int64_t layer, int64_t tokens);
+  /// What they were, for the refresh that comes before the layer's next step.
+  void observe_chunk(int64_t layer, int64_t sequence, RetainedTokens::Window window);
+
+  /// Where the attention of a step that is to be observed must leave its own; null: it is not.
+  float* log_sum_exp(int64_t layer, int64_t queries);
+  /// Afterwards, with the arguments of that attention. A step that is made again since another
+  /// layer failed counts once.
+  Status observe_step(int64_t layer, const PagedAttentionArgs& attended);
+
+  /// Chooses anew where that is due, for a step whose first token stands at `position`. The layer's
+  /// pages must not be planned for.
+  Status refresh(int64_t layer, int64_t position);
+  /// Where nothing is on disk, before a chunk that is not the first: what is due, unless it goes by
+  /// queries that were cropped, which the chunk's own will replace.
+  Status refresh_before_chunk(int64_t layer);
+
+  /// What all of it allocates, but for what stands with the sequences (SequencePages) and grows
+  /// with what they hold (MemoryReservations).
+  static void reserve(Arena& arena, const Plan& plan, const Extent& extent);
+
+ private:
+  bool is_observed(const RetainedTokens& retained) const;
+  bool is_due(int64_t layer, int64_t sequence, int64_t position) const;
+  Status take_queries(int64_t layer, const PagedAttentionArgs& attended);
+  void accumulate_attention(int64_t layer, int64_t sequence, int64_t queries,
+                            const PagedAttentionArgs& attended);
+  std::vector<float>& mass_of(RetainedTokens& retained);
+  Status score(int64_t layer, int64_t sequence);
+  Status choose(int64_t layer, int64_t sequence);
+  Status refresh_sequence(int64_t layer, int64_t sequence);
+  Status refresh_layers(int64_t layer, int64_t position);
+  int64_t share_of(int64_t layer, int64_t sequence) const;
+  void stagger(int64_t layer, int64_t sequence);
+
+  EngineContext& context_;
+  Batch& batch_;
+  RetainedPages retained_pages_;
+  SummaryExclusion exclusion_;
+  TokenEviction eviction_;
+  UserTokenScores given_;
+  ObservationScorer observation_;
+  OutlierScorer outliers_;
+  LayerBudgets budgets_;
+  OnlineRetention online_;
+  StepAttention step_;
+  std::vector<float> mass_;  // of a refresh, where it is not what is summed up between refreshes
+  // Of a step on a device.
+  std::vector<std::byte> queries_;
+  std::vector<std::byte> sinks_;
+};
+
+}  // namespace kvswap

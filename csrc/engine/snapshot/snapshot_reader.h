@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstdint>
+
+#include "engine/call_guard.h"
+#include "engine/memory/memory_reservations.h"
+#include "engine/sequence/batch.h"
+#include "engine/sequence/tail.h"
+#include "engine/sequence_editor.h"
+#include "engine/snapshot/parent_files.h"
+#include "engine/step/step_coordinator.h"
+#include "io/saved_tensor.h"
+
+namespace kvswap {
+
+/// Fills an empty session that was opened over ParentFiles with what a saved one held, or one that
+/// it is a fork of. Reads no record but those of a reuse buffer that it fills (load_reuse()).
+///
+/// Everything is checked against what the session is before it is used. After an error the session
+/// holds a part of it, and is only to be destroyed. Not thread-safe.
+class SnapshotReader {
+ public:
+  SnapshotReader(CallGuard& calls, EngineContext& context, Batch& batch, Tail& tail,
+                 SequenceEditor& editor, MemoryReservations& account, StepCoordinator& steps)
+      : calls_(calls),
+        context_(context),
+        batch_(batch),
+        tail_(tail),
+        editor_(editor),
+        account_(account),
+        steps_(steps) {}
+
+  /// `shared`: of a fork, the summaries that it shares, whose session may go afterwards; null: they
+  /// are among the tensors.
+  Status load(const SavedCounts& counts, const SavedTensors& saved, SummaryStore* shared = nullptr);
+
+ private:
+  Status fill(const SavedCounts& counts, const SavedTensors& saved, SummaryStore* shared);
+  Status check(const SavedCounts& counts, const SavedTensors& saved) const;
+  Status load_validity(const SavedCounts& counts, const SavedTensors& saved);
+  Result<SavedBytes> flags(const char* name, const SavedCounts& counts,
+                           const SavedTensors& saved) const;
+  Status load_projections(const SavedTensors& saved);
+  Status make_cluster_room(const SavedCounts& counts, const SavedTensors& saved);
+  Status load_summaries(const SavedCounts& counts, const SavedTensors& saved);
+  Status share_summaries(int64_t groups, SummaryStore& shared);
+  Status load_tables(const SavedCounts& counts, const SavedTensors& saved);
+  Status load_exponents(const SavedCounts& counts, const SavedTensors& saved, SavedTables& tables);
+  Status load_sinks(int64_t layer, const SavedCounts& counts, const SavedTensors& saved);
+  Status load_tail(int64_t layer, const SavedCounts& counts, const SavedTensors& saved);
+
+  CallGuard& calls_;
+  EngineContext& context_;
+  Batch& batch_;
+  Tail& tail_;
+  SequenceEditor& editor_;
+  MemoryReservations& account_;
+  StepCoordinator& steps_;
+};
+
+}  // namespace kvswap

@@ -1,0 +1,58 @@
+#include "io/wait_policy.h"
+
+#include <cerrno>
+#include <cstdio>
+#include <utility>
+
+namespace kvswap {
+namespace {
+
+constexpr double kLogSeconds = 1;
+
+std::mutex log_mutex;
+std::function<void(const std::string&)> log_taker;
+
+}  // namespace
+
+int64_t WaitPolicy::now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+Status WaitPolicy::check() const {
+  if (waits_for_all_) return Status::ok();
+  if (is_stopped_) return Status::interrupted("session: the call was ended by close()", ECANCELED);
+  if (shall_end_ && shall_end_()) {
+    return Status::interrupted("session: the call was ended by a signal", EINTR);
+  }
+  return Status::ok();
+}
+
+Status WaitPolicy::look_up(int64_t since_ns, const std::string& what, bool* is_logged) const {
+  KVSWAP_RETURN_IF_ERROR(check());
+  const double seconds = 1e-9 * static_cast<double>(now_ns() - since_ns);
+  if (seconds > kLogSeconds && !std::exchange(*is_logged, true)) {
+    log_line("kvswap: " + what + " has taken more than a second");
+  }
+  if (timeout_seconds_ <= 0 || seconds < timeout_seconds_ || waits_for_all_) return Status::ok();
+  return Status::late(what + " must make progress within io_timeout_seconds (" +
+                      std::to_string(timeout_seconds_) +
+                      "), and has not; the disk hangs: see the kernel log, try again, or close");
+}
+
+void log_line(const std::string& line) {
+  const std::lock_guard lock(log_mutex);
+  if (log_taker) {
+    log_taker(line);
+  } else {
+    std::fprintf(stderr, "%s\n", line.c_str());
+  }
+}
+
+void set_log(std::function<void(const std::string&)> log) {
+  const std::lock_guard lock(log_mutex);
+  log_taker = std::move(log);
+}
+
+}  // namespace kvswap

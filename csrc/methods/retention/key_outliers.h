@@ -1,0 +1,22 @@
+#pragma once
+
+#include <cstdint>
+
+#include "methods/selection/selector.h"
+
+namespace kvswap {
+
+/// Keys of one group.
+struct GroupKeys {
+  KeyView keys;  // [kv_heads, tokens, head_dim]
+  int64_t kv_heads = 0;
+  int64_t tokens = 0;  // at most 64
+  int64_t head_dim = 0;
+  uint64_t valid = 0;  // bit i: token i counts
+};
+
+/// How badly the mean of a group's keys stands for them (ShadowKV 4.1): 1 minus the least cosine
+/// between it and one of them, all heads' keys taken as one. 0..2; 0 where no token counts.
+float key_outlier_score(const GroupKeys& group);
+
+}  // namespace kvswap
