@@ -97,6 +97,7 @@ class Conversation:
         self.prompt = prompt
         self.ids: list[int] = []
         self.turns: list[Turn] = []
+        self._device = _input_device(model)
 
     @torch.no_grad()  # what is made in inference mode, generate() could not write to
     def read(self, document_ids: Sequence[int], chunk: int, progress: Advance) -> float:
@@ -123,7 +124,7 @@ class Conversation:
         asked = self.prompt.question_ids(self.tokenizer, question, len(self.turns))
         self.ids.extend(asked)
         stream = AnswerStream(self.tokenizer, write)
-        ids = torch.tensor([self.ids], device=self.model.device)
+        ids = torch.tensor([self.ids], device=self._device)
         started = time.perf_counter()
         output = self.model.generate(
             input_ids=ids,
@@ -218,7 +219,7 @@ class Conversation:
         # Logits of a long chunk over a large vocabulary would take more memory than its KV.
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             keep_last["logits_to_keep"] = 1
-        inputs = torch.tensor([list(ids)], device=self.model.device)
+        inputs = torch.tensor([list(ids)], device=self._device)
         keep_last |= cache_argument(self.model, self.cache)
         return self.model(input_ids=inputs, use_cache=True, **keep_last)
 
@@ -233,6 +234,12 @@ class Conversation:
         if self.model.generation_config.pad_token_id is not None:
             return self.model.generation_config.pad_token_id
         return min(self._end_ids(), default=None)
+
+
+def _input_device(model: Any) -> torch.device:
+    from kvswap_torch.hf.families import input_device
+
+    return input_device(model)
 
 
 def _stuck(cache: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.compare.data import Document, Question
+from kvswap_torch.hf.families import input_device
 
 if TYPE_CHECKING:
     from kvswap_torch.cli.prompt import Prompt
@@ -197,6 +198,7 @@ class _Reader:
     def __init__(self, model: Any, cache: Any, bytes_read: Callable[[], int]):
         self._model, self._cache, self._bytes_read = model, cache, bytes_read
         self._named = cache_argument(model, cache)
+        self._device = input_device(model)
         self.steps = Steps()
         self._is_counted = True
         ends = getattr(model.generation_config, "eos_token_id", None)
@@ -212,7 +214,7 @@ class _Reader:
 
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         """The last row of logits after one pass over `ids`, fp32."""
-        ids = ids[None].to(self._model.device)
+        ids = ids[None].to(self._device)
         return self._model(input_ids=ids, **self._named, logits_to_keep=1).logits[0, -1].float()
 
     def decode(self, ids: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from kvswap_torch.compare.journal import Journal
 from kvswap_torch.compare.method import FULL, Budget, Method
 from kvswap_torch.compare.results import FORMAT, VERSION
 from kvswap_torch.errors import BudgetError, ConfigError
-from kvswap_torch.hf.families import model_parts
+from kvswap_torch.hf.families import input_device, model_parts
 from kvswap_torch.hf.full_cache import full_cache
 from kvswap_torch.hf.weights_digest import weights_of
 from kvswap_torch.positions import most_positions
@@ -195,7 +195,7 @@ class Comparison:
     @torch.inference_mode()
     def _timed(self) -> tuple[float, float]:
         """Seconds of a token that is read among many, and of a step."""
-        ids = self._document(0).ids[:PROBED_TOKENS, None].T.to(self.model.device)
+        ids = self._document(0).ids[:PROBED_TOKENS, None].T.to(input_device(self.model))
         times = []
         output: Any = None
         for _ in range(2):  # the first one warms up

@@ -495,6 +495,15 @@ def _device(name: str, decoder: PreTrainedModel, attentions: list[nn.Module]) ->
     )
 
 
+def input_device(model: Any) -> torch.device:
+    """Where a model takes its tokens.
+
+    ``model.device`` is that of its first parameter, which is "meta" if the embedding is on disk
+    between calls (`kvswap_torch.hf.offloaded`).
+    """
+    return model.device if model.device.type != "meta" else model_parts(model).device
+
+
 def unsupported(name: str, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"KVSwapCache: {name} {why}")
 

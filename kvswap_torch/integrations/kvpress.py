@@ -73,7 +73,9 @@ class KVSwapPipeline(KVPressTextGenerationPipeline):
     def generate_answer(
         self, question_ids: torch.Tensor, cache: Any, context_length: int, max_new_tokens: int
     ) -> str:
-        ids = question_ids.to(self.model.device)
+        from kvswap_torch.hf.families import input_device
+
+        ids = question_ids.to(input_device(self.model))
         if ids.shape[1] == 0:
             raise ConfigError("kvpress: a question must have a token, with how answers begin")
         for at in range(ids.shape[1] - 1):

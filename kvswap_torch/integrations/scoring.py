@@ -18,8 +18,10 @@ def score(model: Any, cache: Any, context: Sequence[int], continuation: Sequence
 
     The context is read in one pass, the continuation decoded.
     """
+    from kvswap_torch.hf.families import input_device
+
     named = cache_argument(model, cache)
-    ids = torch.tensor([[*context, *continuation[:-1]]], device=model.device)
+    ids = torch.tensor([[*context, *continuation[:-1]]], device=input_device(model))
     read = len(context)
     logits = [model(input_ids=ids[:, :read], **named, logits_to_keep=1).logits[0, -1]]
     for at in range(read, ids.shape[1]):

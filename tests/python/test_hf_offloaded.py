@@ -10,14 +10,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvswap_torch import ConfigError, KVSwapCache, UnsupportedModelError
-from kvswap_torch.hf.families import model_parts
+from kvswap_torch.cli.conversation import Conversation
+from kvswap_torch.cli.prompt import PLAIN, make_prompt
+from kvswap_torch.hf.families import input_device, model_parts
 from kvswap_torch.hf.offloaded import StoredTensors, is_offloaded
 from kvswap_torch.hf.weights_digest import weights_of
+from kvswap_torch.integrations.scoring import score
 from tests.python import every_model
 from tests.python.saved_conversation import filled, goes_on
 from tests.python.tiny_models import (
     COVERING,
     TIGHT,
+    character_tokenizer,
     forward,
     greedy,
     has_native,
@@ -193,3 +197,30 @@ def test_an_interrupted_pass_is_taken_back(pair, tmp_path) -> None:
             forward(offloaded, ids[:, 20:], cache)
         handle.remove()
         assert torch.equal(forward(offloaded, ids[:, 20:], cache), expected[1])
+
+
+def test_tokens_go_where_the_model_computes(pair) -> None:
+    """Its first parameter, the embedding, is on the meta device between calls."""
+    model, offloaded = pair
+    assert offloaded.device == torch.device("meta")
+    assert input_device(offloaded) == input_device(model) == torch.device("cpu")
+
+
+def test_a_conversation_with_an_embedding_on_disk(pair, tmp_path) -> None:
+    tokenizer, answers = character_tokenizer(), []
+    for model in pair:
+        with KVSwapCache(model, tmp_path, config=COVERING) as cache:
+            talk = Conversation(model, tokenizer, cache, make_prompt(PLAIN, tokenizer))
+            talk.read(prompt(1, 30)["input_ids"][0].tolist(), 16, lambda tokens: None)
+            turns = [talk.ask(text, 6, lambda text: None) for text in ("Who?", "When?")]
+            answers.append([turn.answer_ids for turn in turns])
+    assert answers[0] == answers[1] and all(answers[0])
+
+
+def test_scores_with_an_embedding_on_disk(pair, tmp_path) -> None:
+    found, ids = [], prompt(1, 30)["input_ids"][0].tolist()
+    for model in pair:
+        with KVSwapCache(model, tmp_path, config=COVERING) as cache:
+            found.append(score(model, cache, ids[:24], ids[24:]))
+    (told, is_greedy), other = found
+    assert other == (pytest.approx(told, rel=1e-5), is_greedy)

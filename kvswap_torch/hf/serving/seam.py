@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from kvswap_torch.errors import BudgetError, StorageError
+from kvswap_torch.hf.families import input_device
 from kvswap_torch.hf.serving.asked import Asked
 from kvswap_torch.hf.serving.counts import Counts
 from kvswap_torch.hf.serving.fields import COMPLETIONS, PATHS, RESPONSES
@@ -177,6 +178,7 @@ class Answers:
         self._found = found = names()
         self._counts = counts
         self._model, self._tokenizer, self._name = model, tokenizer, name
+        self._device = input_device(model)
         self.reuse = reuse
         self._bounds = bounds
         self._manager = _manager(found, self, counts)
@@ -235,7 +237,7 @@ class Answers:
         self._prompts.check_length(ids.shape[1])
 
         def read(progress: Callable[[int], None]) -> asyncio.Future:
-            arguments = (turn, ids.to(self._model.device), progress)
+            arguments = (turn, ids.to(self._device), progress)
             return self._manager.async_submit(self._read_document, *arguments)
 
         events = ingested(self.documents, read, ids, turn)
@@ -283,7 +285,7 @@ class Answers:
         return handler._streaming(*given) if streams else await handler._non_streaming(*given)
 
     def _inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        ids = ids.to(self._model.device)
+        ids = ids.to(self._device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def _config(self, asked: Asked, ids: torch.Tensor) -> Any:
@@ -327,7 +329,7 @@ class Answers:
             processors.append(self._grammars.processor(asked.schema, rows, prompt))
         if sheet is not None:
             arguments |= {"answers": len(rows), "scores": sheet.of_prompt}
-        with drawn_from(asked.seed, self._model.device):
+        with drawn_from(asked.seed, self._device):
             return self.reuse.generate(
                 turn, **arguments, stopping_criteria=criteria, logits_processor=processors
             )
