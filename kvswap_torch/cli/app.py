@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from kvswap_torch.cli import calibrate, compare, fit, presets, saved_app, serve
 from kvswap_torch.cli.completion import saved_caches
 from kvswap_torch.cli.report import print_error, print_interrupted
-from kvswap_torch.cli.saved_app import Preset, Weights
+from kvswap_torch.cli.saved_app import Preset, Weights, WeightsMemory
 from kvswap_torch.errors import KVSwapError
 from kvswap_torch.tuning import cli as tuning
 from kvswap_torch.version import __version__
@@ -194,6 +194,7 @@ def generate(
         typer.Option(help="Of weights and KV; auto: as the model says."),
     ] = "auto",
     weights: Weights = None,
+    weights_memory: WeightsMemory = None,
     prefill_chunk: Annotated[
         int, typer.Option(min=64, help="Tokens of the document per forward pass.", metavar="N")
     ] = 4096,
@@ -232,6 +233,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             dtype=dtype,
             weights=weights,
+            weights_memory=weights_memory,
             device=device,
             prefill_chunk=prefill_chunk,
             prompt_template=prompt_template,

@@ -13,7 +13,13 @@ from rich.console import Console
 
 from kvswap_torch.cli import report
 from kvswap_torch.cli.document import document_text
-from kvswap_torch.cli.load import check_budget, check_saved_budget, load_model, load_tokenizer
+from kvswap_torch.cli.load import (
+    check_budget,
+    check_saved_budget,
+    load_model,
+    load_tokenizer,
+    weights_memory_of,
+)
 from kvswap_torch.cli.parallel import distributed_config, is_first, quiet_console
 from kvswap_torch.cli.prompt import Prompt, check_text, make_prompt
 from kvswap_torch.cli.reading import counted_by_layers, reading, waiting
@@ -55,6 +61,7 @@ class GenerateOptions:
     prefill_chunk: int = 4096
     prompt_template: str = "auto"
     weights: str | None = None
+    weights_memory: str | None = None
     tensor_parallel: int = 1
     pipeline: int = 1
 
@@ -79,6 +86,7 @@ def run(options: GenerateOptions, console: Console) -> report.Result:
     keep = _keep(options.keep)
     check_questions(options)
     check_format(options.weights, options.device)
+    weights_memory_of(options.weights_memory)
     check_directory("--path", options.path)
     _check_outputs(options)
     _check_saved(options)
@@ -370,6 +378,8 @@ def _with_model(
             say=lambda told: console.print(f"[dim]{told}[/dim]"),
             distributed=distributed,
             weights=options.weights,
+            weights_memory=weights_memory_of(options.weights_memory),
+            folder=options.path,
         )
     return replace(material, model=model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from collections.abc import Callable
@@ -154,6 +155,8 @@ def load_model(
     wanted: str = MODEL,
     distributed: Any = None,
     weights: str | None = None,
+    weights_memory: int | None = None,
+    folder: str | Path | None = None,
 ) -> Any:
     """A transformers model, ready for inference.
 
@@ -173,12 +176,19 @@ def load_model(
     weights
         ``bf16``; ``int8`` or ``int4``, in which they are put one tensor after the other while they
         are loaded; None: as `dtype` says.
+    weights_memory
+        Most bytes of memory for weights: layers that do not fit are read from disk in each pass.
+        None: all weights are in memory.
+    folder
+        On a disk, for weights that must be written again to be read so; None: the current one.
 
     Raises
     ------
     ConfigError
         When transformers cannot load it, its weights do not fit its config, there is no such
-        device, or its weights cannot be in that format.
+        device, its weights cannot be in that format, or `weights_memory` is too small.
+    StorageError
+        `folder` lacks room.
     ImportError
         A library that its weights need is missing; names the extra that installs it.
     """
@@ -192,9 +202,12 @@ def load_model(
     check_name(str(name), wanted)
     device = device_of(device)
     check_weights(name, dtype, device, weights, is_split=distributed is not None)
+    if weights_memory is not None:
+        check_on_disk(name, device, weights, is_split=distributed is not None)
     logging.disable_progress_bar()  # it would stand above ours
     dtype = "bfloat16" if weights == "bf16" else dtype
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
+    plan = _plan(name, dtype, weights, weights_memory, say)
     split = {} if distributed is None else {"distributed_config": distributed}
     if weights in BITS:
         from kvswap_torch.hf.few_bit_loading import FewBitConfig
@@ -205,6 +218,11 @@ def load_model(
             from kvswap_torch.hf.gguf_file import load_gguf
 
             model = load_gguf(name, load_config(name), kind, **split)
+        elif plan is not None:
+            from kvswap_torch.hf.weights_memory import load_planned
+
+            load = functools.partial(AutoModelForCausalLM.from_pretrained, name, dtype=kind)
+            model = load_planned(load, plan, folder or ".")
         else:
             model = AutoModelForCausalLM.from_pretrained(name, dtype=kind, **split)
     except KVSwapError:
@@ -212,10 +230,67 @@ def load_model(
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"--model: must be {wanted}, got {name!r}: {error}") from error
     if distributed is None:
-        model = model.to(device)
-        if replace_linear(model) and say is not None:
+        if plan is None:
+            is_wide = replace_linear(model.to(device))
+        else:
+            from kvswap_torch.hf.weights_memory import make_ready
+
+            is_wide = make_ready(model)
+        if is_wide and say is not None:
             say(TOLD)
     return model.eval()
+
+
+def _plan(
+    name: str,
+    dtype: str,
+    weights: str | None,
+    limit: int | None,
+    say: Callable[[str], None] | None,
+) -> Any:
+    """Which layers are on disk; None: no layer is."""
+    if limit is None:
+        return None
+    from kvswap_torch.hf.unloaded import computed_dtype, unloaded_model
+    from kvswap_torch.hf.weights_memory import plan_weights, stored_as
+
+    config = load_config(name)
+    empty = unloaded_model(config, computed_dtype(name, config, dtype, weights))
+    plan = plan_weights(empty, stored_as(name, config), limit)
+    if say is not None:
+        say("weights: all of them fit in --weights-memory" if plan is None else str(plan))
+    return plan
+
+
+def weights_memory_of(text: str | None) -> int | None:
+    """Bytes of ``--weights-memory``; None: it was not given."""
+    return None if text is None else parse_bytes(text, "--weights-memory")
+
+
+def check_on_disk(name: str, device: Any, weights: str | None, is_split: bool = False) -> None:
+    """That a model's layers can be read from disk in each pass.
+
+    Raises
+    ------
+    ConfigError, ImportError
+        They cannot; or the library that brings them is missing.
+    """
+    why = None
+    if str(device) != "cpu":
+        why = f"with --device {device}: layers on disk compute on the CPU"
+    elif weights in BITS:
+        why = f"with --weights {weights}: layers on disk are read as the checkpoint has them"
+    elif is_gguf(name):
+        why = "with a GGUF file, whose tensors are decoded while it is loaded"
+    elif (method := _quantised_by(name)) is not None:
+        why = f"with a model that is quantised by {method}: its layers are loaded whole"
+    elif is_split:
+        why = "where several processes run a model"
+    if why is not None:
+        raise ConfigError(f"--weights-memory: must be left out {why}, got {name}")
+    from kvswap_torch.hf.weights_memory import check_accelerate
+
+    check_accelerate("--weights-memory")
 
 
 def check_weights(

@@ -23,7 +23,13 @@ from kvswap_torch.cli.generate import (
     check_questions,
     save,
 )
-from kvswap_torch.cli.load import check_budget, check_saved_budget, load_model, load_tokenizer
+from kvswap_torch.cli.load import (
+    check_budget,
+    check_saved_budget,
+    load_model,
+    load_tokenizer,
+    weights_memory_of,
+)
 from kvswap_torch.cli.prompt import make_prompt
 from kvswap_torch.cli.reading import waiting
 from kvswap_torch.cli.report import escaped
@@ -45,6 +51,7 @@ def ingest(options: GenerateOptions, output: Path, overwrite: bool, console: Con
     check_directory("--path", options.path)
     if options.kv_memory is not None:
         parse_bytes(options.kv_memory, "--kv-memory")
+    weights_memory_of(options.weights_memory)
     check_folder("--output", output, overwrite)
     chosen = config if options.preset is None else SwapConfig.preset(options.preset)
     said = "--config" if options.preset is None else "--preset"
@@ -90,6 +97,7 @@ def _load_for(
     """A saved document's model, in the precision that it was saved in, and tokenizer."""
     facts = facts_of(saved)["facts"]
     check_saved_budget(saved, options.kv_memory)
+    weights_memory = weights_memory_of(options.weights_memory)
     model = model or facts.get("name") or ""
     wanted = f"the model that {saved} was made by"
     tokenizer = load_tokenizer(model, wanted=wanted)
@@ -101,6 +109,8 @@ def _load_for(
             say=lambda told: console.print(f"[dim]{told}[/dim]"),
             wanted=wanted,
             weights=options.weights or facts.get("weights_format"),
+            weights_memory=weights_memory,
+            folder=options.path,
         )
     return Material(loaded, tokenizer, make_prompt(options.prompt_template, tokenizer), [])
 

@@ -37,6 +37,14 @@ Weights = Annotated[
         help="Format of the weights, on the CPU; else as they were saved.", show_default=False
     ),
 ]
+WeightsMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="Most memory for weights: other layers are read from disk for each token.",
+        metavar="6GiB",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -52,6 +60,7 @@ def ingest(
     preset: Preset = None,
     kv_memory: Memory = None,
     weights: Weights = None,
+    weights_memory: WeightsMemory = None,
     path: Place = Path("."),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace it.")] = False,
     prefill_chunk: Annotated[int, typer.Option(min=64, metavar="N")] = 4096,
@@ -70,6 +79,7 @@ def ingest(
         preset=preset,
         kv_memory=kv_memory,
         weights=weights,
+        weights_memory=weights_memory,
         path=path,
         prefill_chunk=prefill_chunk,
         prompt_template=prompt_template,
@@ -102,6 +112,7 @@ def ask(
     model: Model = None,
     kv_memory: Memory = None,
     weights: Weights = None,
+    weights_memory: WeightsMemory = None,
     path: Place = Path("."),
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N")] = 200,
     prompt_template: Template = "auto",
@@ -113,6 +124,7 @@ def ask(
     from kvswap_torch.cli import saved
 
     asked = {"questions": tuple(question), "max_new_tokens": max_new_tokens, "weights": weights}
+    asked["weights_memory"] = weights_memory
     options = _options(book, model, kv_memory, path, prompt_template, **asked)
     answers = saved.ask(book, model, options, Console(stderr=as_json))
     if as_json:
@@ -124,6 +136,7 @@ def chat(
     model: Model = None,
     kv_memory: Memory = None,
     weights: Weights = None,
+    weights_memory: WeightsMemory = None,
     path: Place = Path("."),
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N")] = 200,
     prompt_template: Template = "auto",
@@ -136,7 +149,8 @@ def chat(
     from kvswap_torch.cli import saved
     from kvswap_torch.cli.chat import Chat
 
-    options = _options(book, model, kv_memory, path, prompt_template, weights=weights)
+    loaded = {"weights": weights, "weights_memory": weights_memory}
+    options = _options(book, model, kv_memory, path, prompt_template, **loaded)
     console = Console(stderr=as_json)
     with saved.opened(book, model, options, console) as conversation:
         Chat(conversation, max_new_tokens, console).run()

@@ -18,9 +18,10 @@ from kvswap_torch.cli.load import (
     load_config,
     load_model,
     load_tokenizer,
+    weights_memory_of,
 )
 from kvswap_torch.cli.reading import waiting
-from kvswap_torch.cli.saved_app import Preset, Weights
+from kvswap_torch.cli.saved_app import Preset, Weights, WeightsMemory
 from kvswap_torch.cli.serve_log import LogFormat, log_to_stderr
 from kvswap_torch.cli.targets import check_directory, check_settings
 from kvswap_torch.config import SwapConfig
@@ -103,6 +104,7 @@ def serve(
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of weights and KV.")
     ] = "auto",
     weights: Weights = None,
+    weights_memory: WeightsMemory = None,
     prefill_chunk: Annotated[
         int, typer.Option(min=64, help="Tokens of a prompt per forward pass.", metavar="N")
     ] = 4096,
@@ -129,6 +131,7 @@ def serve(
     if kv_memory is not None:
         parse_bytes(kv_memory, "--kv-memory")
     check_format(weights, device)
+    weights_bytes = weights_memory_of(weights_memory)
     keys = _keys(api_key_file, shared_store)
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
 
@@ -145,7 +148,10 @@ def serve(
         )  # fmt: skip
     tokenizer = load_tokenizer(model, wanted=FOLDER)
     with waiting("loading the model", console):
-        loaded = load_model(model, dtype, device, say=console.print, wanted=FOLDER, weights=weights)
+        loaded = load_model(
+            model, dtype, device, say=console.print, wanted=FOLDER, weights=weights,
+            weights_memory=weights_bytes, folder=path or store,
+        )  # fmt: skip
     server = Server(
         loaded,
         tokenizer,

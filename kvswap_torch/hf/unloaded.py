@@ -93,12 +93,27 @@ def stored_dtype(folder: str | Path, config: Any) -> torch.dtype:
     said = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
     if isinstance(said, torch.dtype):
         return said
+    known = (each.dtype for each in stored_weights(folder).values())
+    return next((dtype for dtype in known if dtype is not None), torch.float32)
+
+
+class StoredWeight(NamedTuple):
+    """What a file says of a weight: bytes, and its type; None: none that is computed with."""
+
+    nbytes: int
+    dtype: torch.dtype | None
+
+
+def stored_weights(folder: str | Path) -> dict[str, StoredWeight]:
+    """Of a folder's safetensors files, by the names that they have there."""
     known = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    for file in sorted(Path(folder).glob("*.safetensors")):
+    found = {}
+    for file in sorted(Path(folder).glob("model*.safetensors")):
         for name, entry in _header(file).items():
-            if name != "__metadata__" and entry["dtype"] in known:
-                return known[entry["dtype"]]
-    return torch.float32
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                found[name] = StoredWeight(end - begin, known.get(entry["dtype"]))
+    return found
 
 
 def stored_bytes(folder: str | Path) -> int | None:

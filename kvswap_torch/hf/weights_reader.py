@@ -68,6 +68,7 @@ class _Block:
         self.extents: list[_Extent] = []
         self.places: dict[str, int] = {}
         self.nbytes = 0
+        self._gaps = gap_bytes_max([tensor.end - tensor.begin for tensor in tensors.values()])
         for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].path, item[1].begin)):
             self._add(name, tensor)
 
@@ -75,7 +76,10 @@ class _Block:
         begin = tensor.begin // ALIGNMENT * ALIGNMENT
         end = -(-tensor.end // ALIGNMENT) * ALIGNMENT
         last = self.extents[-1] if self.extents else None
-        if last is not None and last.path == tensor.path and begin <= last.end + GAP_BYTES:
+        gap = 0 if last is None else max(0, begin - last.end)
+        is_near = last is not None and last.path == tensor.path and gap <= GAP_BYTES
+        if is_near and gap <= self._gaps:
+            self._gaps -= gap
             end = max(last.end, end)
             self.extents[-1] = _Extent(last.path, last.begin, end, last.place)
         else:
@@ -83,6 +87,16 @@ class _Block:
         extent = self.extents[-1]
         self.nbytes = extent.place + extent.end - extent.begin
         self.places[name] = extent.place + tensor.begin - extent.begin
+
+
+def gap_bytes_max(sizes: list[int]) -> int:
+    """The most that is read along with tensors of these sizes: an eighth of them."""
+    return min(sum(sizes) // 8, GAP_BYTES * len(sizes))
+
+
+def block_bytes_max(sizes: list[int]) -> int:
+    """The most that a block of tensors of these sizes takes in a buffer, wherever they are."""
+    return sum(sizes) + gap_bytes_max(sizes) + 2 * ALIGNMENT * len(sizes)
 
 
 class _Slot:

@@ -75,3 +75,47 @@ def load_gguf(path: str | Path, weights: str | None = None, dtype: Any = "auto")
 
     named = {} if weights is None else {"quantization_config": few_bits(weights)}
     return gguf_file.load_gguf(path, dtype=dtype, **named).eval()
+
+
+def load_on_disk(
+    name: str | Path,
+    weights_memory: int | str,
+    dtype: Any = "auto",
+    folder: str | Path = ".",
+) -> Any:
+    """A transformers model on the CPU whose weights take at most so much memory.
+
+    As many layers as fit are in memory. The others are read from disk in each forward pass, one
+    ahead of the layer that computes; `CacheStats.weights_bytes_read` counts them.
+
+    Parameters
+    ----------
+    name
+        Folder of a model, or its name on the hub.
+    weights_memory
+        Most bytes of memory for weights, buffers for layers on disk included: an int, or like
+        ``"6GiB"``. If all weights fit, they are in memory.
+    dtype
+        Of weights, as ``from_pretrained`` takes it; ``auto``: as they were saved.
+    folder
+        On a disk. Checkpoints whose tensors are not the model's (most mixtures of experts, files
+        that are not safetensors) are written there again; the copy is gone with the model.
+
+    Raises
+    ------
+    ConfigError
+        `weights_memory` is too small, and names the least; or the model's weights are in few bits,
+        or it is a GGUF file.
+    OSError, ValueError
+        transformers cannot load it.
+    StorageError
+        `folder` lacks room.
+    UnsupportedModelError
+        Its KV cache cannot be on disk either.
+    ImportError
+        The package accelerate is missing; names the extra.
+    """
+    from kvswap_torch.hf.weights_memory import load_within
+    from kvswap_torch.memory_size import parse_bytes
+
+    return load_within(str(name), parse_bytes(weights_memory, "weights_memory"), dtype, folder)
