@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from kvswap_torch.cli.conversation import CannotGoBackError
+from kvswap_torch.cli.reading import until_it_writes
 from kvswap_torch.cli.report import error_line
 from kvswap_torch.cli.saved import writer
 from kvswap_torch.errors import ConfigError, KVSwapError
@@ -75,10 +76,13 @@ class Chat:
 
     def _ask(self, question: str) -> None:
         try:
-            with _interrupted() as is_interrupted:
-                self._conversation.ask(
-                    question, self._max_new_tokens, writer(self._console), is_interrupted
-                )
+            with (
+                _interrupted() as is_interrupted,
+                until_it_writes(
+                    self._conversation.model, self._console, writer(self._console)
+                ) as write,
+            ):
+                self._conversation.ask(question, self._max_new_tokens, write, is_interrupted)
             self._begins.append(len(self._conversation.ids))
         except KeyboardInterrupt:
             self._take_back(question)

@@ -22,7 +22,7 @@ from kvswap_torch.cli.load import (
 )
 from kvswap_torch.cli.parallel import distributed_config, is_first, quiet_console
 from kvswap_torch.cli.prompt import Prompt, check_text, make_prompt
-from kvswap_torch.cli.reading import counted_by_layers, reading, waiting
+from kvswap_torch.cli.reading import counted_by_layers, reading, waiting, waiting_for_weights
 from kvswap_torch.cli.targets import check_directory, check_file, check_folder, check_settings
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.few_bits import check_format
@@ -180,8 +180,11 @@ def _converse(
         console.print(f"\n[bold]> {report.escaped(question)}[/bold]")
         with contextlib.ExitStack() as until_it_answers:
             if asks_at_once and turn == 0:
-                advance = until_it_answers.enter_context(reading(len(unread), console))
+                shown = reading(len(unread), console, material.model)
+                advance = until_it_answers.enter_context(shown)
                 until_it_answers.enter_context(counted_by_layers(material.model, advance))
+            else:
+                until_it_answers.enter_context(waiting_for_weights(material.model, console))
 
             def write(text: str, shown: contextlib.ExitStack = until_it_answers) -> None:
                 shown.close()
@@ -208,7 +211,7 @@ def save(cache: Any, folder: Path, console: Console, overwrite: bool = False) ->
 
 
 def _read(conversation: Conversation, ids: list[int], chunk: int, console: Console) -> float:
-    with reading(len(ids), console) as advance:
+    with reading(len(ids), console, conversation.model) as advance:
         return conversation.read(ids, chunk, advance)
 
 

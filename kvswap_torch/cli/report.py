@@ -190,6 +190,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     waited, hidden = stats.get("wait_seconds"), stats.get("hidden_seconds")
     if isinstance(waited, int | float) and isinstance(hidden, int | float) and waited + hidden > 0:
         facts.append(("of reading waited for", f"{waited / (waited + hidden):.0%}"))
+    tell("weights read", "weights_bytes_read", format_bytes)
+    tell("waited for weights", "weights_wait_seconds", "{:.1f} s".format)
     for label, key in (("reader", "reader"), ("I/O", "io_mode"), ("fell back", "fallbacks")):
         if stats.get(key):
             facts.append((label, str(stats[key])))

@@ -31,7 +31,7 @@ from kvswap_torch.cli.load import (
     weights_memory_of,
 )
 from kvswap_torch.cli.prompt import make_prompt
-from kvswap_torch.cli.reading import waiting
+from kvswap_torch.cli.reading import until_it_writes, waiting
 from kvswap_torch.cli.report import escaped
 from kvswap_torch.cli.targets import check_directory, check_folder, check_settings
 from kvswap_torch.config import SwapConfig, v1
@@ -158,7 +158,8 @@ def ask(
                 except CannotGoBackError:
                     break
                 console.print(f"\n[bold]> {escaped(question)}[/bold]")
-                turn = conversation.ask(question, options.max_new_tokens, writer(console))
+                with until_it_writes(conversation.model, console, writer(console)) as write:
+                    turn = conversation.ask(question, options.max_new_tokens, write)
                 console.print()
                 answers.append({"question": question, "answer": turn.answer,
                                 "first_token_seconds": turn.first_token_seconds})  # fmt: skip

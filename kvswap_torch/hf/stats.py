@@ -100,6 +100,10 @@ class CacheStats:
         Of an opened saved cache: how its first keys and the model's compared, or why not.
     estimate_seconds
         Time spent on estimating projections.
+    weights_bytes_read, weights_wait_seconds
+        Of a model whose layers are on disk (``--weights-memory``, `load_on_disk`): bytes of weights
+        read since it was loaded, and seconds that its passes waited for them. None where all
+        weights are in memory.
     counters
         The session's own counters, by name. `read_calls` is how often the operating system was
         called for `reads`: io_uring takes several with one call, and waits with others.
@@ -150,6 +154,8 @@ class CacheStats:
     predictor: str
     probe: str
     estimate_seconds: float
+    weights_bytes_read: int | None
+    weights_wait_seconds: float | None
     counters: Mapping[str, float]
     timeline: Timeline | None = None
 
@@ -247,9 +253,18 @@ def collect(driver: SessionDriver, process: ProcessMemory, timeline: bool = Fals
         predictor=driver.predictor_source,
         probe=driver.probe,
         estimate_seconds=driver.estimates.seconds,
+        **_weights_numbers(driver.parts.outermost),
         counters=counters,
         timeline=Timeline(json.loads(session.timeline())) if timeline else None,
     )
+
+
+def _weights_numbers(model: Any) -> dict[str, Any]:
+    reader = getattr(model, "weights_reader", None)
+    return {
+        "weights_bytes_read": None if reader is None else reader.bytes_read,
+        "weights_wait_seconds": None if reader is None else reader.wait_seconds,
+    }
 
 
 def _read_numbers(counters: Mapping[str, float]) -> dict[str, Any]:
@@ -320,6 +335,9 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
         rows.append(("probe", stats.probe))
     if stats.ranks:
         rows.insert(0, ("this process", stats.ranks))
+    if stats.weights_bytes_read is not None:
+        read = format_bytes(stats.weights_bytes_read)
+        rows.append(("weights read", f"{read}, waited {stats.weights_wait_seconds:.2f} s"))
     if stats.device != "cpu":
         rows += _device_rows(stats)
     if stats.fallbacks:

@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ class WeightsReader:
         self._is_closed = False
         self._changed = threading.Condition()
         self.bytes_read = 0
+        self.wait_seconds = 0.0  # of what asks, for what was not there yet
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
 
@@ -166,6 +168,7 @@ class WeightsReader:
         with self._changed:
             if index not in self._wanted:
                 self._want(index, self._after(index))
+            began = time.perf_counter()
             while (slot := self._full_slot(index)) is None:
                 if index in self._errors:
                     self._wanted = ()  # the next pass tries again
@@ -173,6 +176,7 @@ class WeightsReader:
                 if self._is_closed:
                     raise StorageError("weights: the reader is closed; load the model again")
                 self._changed.wait()
+            self.wait_seconds += time.perf_counter() - began
         told, place = block.tensors[name], block.places[name]
         raw = slot.bytes[place : place + told.end - told.begin]
         # A file begins with text of any length: not all tensors are aligned to their elements.

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from kvswap_torch import ConfigError, KVSwapCache, StorageError
-from kvswap_torch.cli import load
+from kvswap_torch.cli import load, reading
 from kvswap_torch.cli.app import app
 from kvswap_torch.cli.load import load_model
 from kvswap_torch.half_linear import HalfLinear
@@ -82,9 +86,13 @@ def test_tokens_are_those_of_the_model_in_memory(dtype, tied, room, tmp_path) ->
     assert sum(p.nbytes for p in resident) == plan.resident_bytes
     with KVSwapCache(model, tmp_path, config=CONFIG) as cache:
         expected = greedy(model, inputs, cache)
+        assert cache.stats().weights_bytes_read is None
     with KVSwapCache(loaded, tmp_path, config=CONFIG) as cache:
         assert torch.equal(greedy(loaded, inputs, cache), expected)
         assert reader.bytes_read > 10 * plan.read_bytes  # once each token
+        stats = cache.stats()
+    assert stats.weights_bytes_read > 10 * plan.read_bytes and stats.weights_wait_seconds > 0
+    assert "weights read" in str(stats)
     kinds = {type(m) for m in loaded.modules() if isinstance(m, torch.nn.Linear)}
     assert kinds == {HalfLinear if dtype == torch.bfloat16 else torch.nn.Linear}
     assert all(p.is_meta for p in loaded.parameters()) or resident
@@ -266,3 +274,43 @@ def test_ingest_ask_and_chat(chatty, tmp_path) -> None:
     talked = kvswap("chat", book, "--max-new-tokens", 6, "--path", tmp_path, *limited,
                     input="who?\n/quit\n")  # fmt: skip
     assert asked[0] == asked[1] and asked[0] in talked.output
+
+
+class SlowReader:
+    """As many bytes as a test says, and seconds."""
+
+    bytes_read, wait_seconds = 1 << 20, 1.0
+
+
+def test_lines_say_what_weights_were_read() -> None:
+    model, out = SimpleNamespace(weights_reader=SlowReader()), io.StringIO()
+    console = Console(file=out, width=200)
+    told, ticks = reading.weights_told(model), iter([0.0, 20.0])
+    lines = reading.ReadingLines(100, console, clock=lambda: next(ticks), told=told)
+    model.weights_reader.bytes_read += 3 << 20
+    model.weights_reader.wait_seconds += 7.0
+    lines.advance(50)
+    expected = "about 20 s left; 3.00 MiB of weights read, 7 s waited for them"
+    assert out.getvalue().strip().endswith(expected)
+    assert reading.weights_told(SimpleNamespace())() == ""
+
+
+def test_a_line_says_what_an_answer_waits_for_until_it_comes() -> None:
+    model, out, wrote = SimpleNamespace(weights_reader=SlowReader()), io.StringIO(), []
+    console, said = Console(file=out, width=200), threading.Event()
+    told = reading.weights_told
+
+    def says(model: Any) -> Any:
+        one = told(model)
+        return lambda: (said.set(), one())[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "weights_told", says)
+        patch.setattr(reading.waiting.__wrapped__, "__defaults__", (0.01,))
+        with reading.until_it_writes(model, console, wrote.append) as write:
+            assert said.wait(30)
+            write("a")
+            before = out.getvalue()
+            write("b")
+    assert wrote == ["a", "b"] and out.getvalue() == before
+    assert "0 B of weights read, 0 s waited for them: 0 s so far" in before
