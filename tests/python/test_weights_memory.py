@@ -6,6 +6,8 @@ import functools
 import io
 import json
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from bench.side_by_side.memory_cap import NONE, MemoryCap
 from kvswap_torch import ConfigError, KVSwapCache, StorageError
 from kvswap_torch.cli import load, reading
 from kvswap_torch.cli.app import app
@@ -29,7 +32,8 @@ from kvswap_torch.hf.offloaded import is_offloaded
 from kvswap_torch.hf.unloaded import unloaded_model
 from kvswap_torch.hf.weights_memory import WeightsPlan, plan_weights, stored_as
 from kvswap_torch.integrations import load_on_disk
-from tests.python import every_model
+from tests import known_skips
+from tests.python import every_model, ready_python
 from tests.python.serving_process import make_model
 from tests.python.test_weights_reader import no_thread_stays
 from tests.python.tiny_models import TIGHT, greedy, has_native, prompt, tiny_model
@@ -314,3 +318,43 @@ def test_a_line_says_what_an_answer_waits_for_until_it_comes() -> None:
             write("b")
     assert wrote == ["a", "b"] and out.getvalue() == before
     assert "0 B of weights read, 0 s waited for them: 0 s so far" in before
+
+
+# A limit that the kernel holds.
+
+LIMIT = 64 << 20
+
+
+@pytest.fixture
+def cap() -> Iterator[MemoryCap]:
+    cap = MemoryCap.open()
+    if cap is None:
+        pytest.skip(NONE)
+    cap.limit(LIMIT)
+    yield cap
+    cap.close()
+
+
+def test_a_model_of_twice_the_memory_there_is(cap: MemoryCap, tmp_path: Path) -> None:
+    """The cgroup counts page cache and all that is allocated after the imports."""
+    if known_skips.lacks_disk():
+        pytest.skip("the folder of the tests lies in memory, which a limit on memory counts")
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 22}
+    model = tiny_model("llama", dtype=torch.bfloat16, **sizes)
+    assert bytes_of(model) > 2 * LIMIT
+    model.save_pretrained(tmp_path)
+    del model
+
+    def told(cgroup: object, memory: object) -> dict:
+        words = ("-m", "tests.python.weights_in_little_memory", tmp_path, cgroup, memory)
+        # Not a fork: what that writes to pages that it has from its parent would be counted.
+        done = subprocess.run([sys.executable, *map(str, words)], cwd=ready_python.ROOT,
+                              capture_output=True, text=True, check=False)  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout)
+
+    free = told("none", "none")
+    limited = told(cap.folder, 40 << 20)
+    assert limited["ids"] == free["ids"]
+    assert limited["read"] > 10 * (LIMIT + (16 << 20)) and free["read"] is None
+    assert cap.folder.name in limited["cgroups"]
