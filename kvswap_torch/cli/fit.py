@@ -40,6 +40,7 @@ change. Nothing is loaded.
 _TOKENS = re.compile(r"(\d{1,12})([kKmM]?)")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 TOKENS_MAX = 2**31 - 1
+ASSUMED_SPEED = 2e9  # bytes per second: an NVMe disk's
 FITS, FITS_NOT = "it fits", "it does not fit"
 
 
@@ -99,6 +100,7 @@ def main(
     place, what = _place(path, memory, disk)
     fit = estimate(asked, place.fixed_bytes)
     told = facts(fit, place, what, texts_per_day) | {"advice": advice(fit, place)}
+    told["weights_on_disk"] = _on_disk(fit, place, model if memory is None is disk else None)
     if as_json:
         print(json.dumps({"model": model, **told}, indent=2))
     else:
@@ -121,6 +123,7 @@ def asked_of(model: str, context: int, dtype: str = "auto", **rest: Any) -> Aske
     from kvswap_torch.half_linear import has_products
     from kvswap_torch.hf.fit import Asked
     from kvswap_torch.hf.unloaded import computed_dtype, stored_bytes
+    from kvswap_torch.hf.weights_memory import stored_as
 
     config = load_config(model)
     is_quantised = getattr(config, "quantization_config", None) is not None
@@ -131,6 +134,7 @@ def asked_of(model: str, context: int, dtype: str = "auto", **rest: Any) -> Aske
         context=context,
         stored_bytes=stored_bytes(model) if is_quantised else None,
         is_wide=not has_products(kind),
+        stored=stored_as(model, config),
         **rest,
     )
 
@@ -148,6 +152,25 @@ def _place(path: Path, memory: str | None, disk: str | None) -> tuple[Place, dic
     fixed = process_memory().rss  # of this process, which has loaded what the other commands do
     available = None if memory is not None else limit.available_bytes + fixed
     return Place(most, free, fixed), {"what": what, "available": available}
+
+
+def _on_disk(fit: Fit, place: Place, folder: str | None) -> dict[str, Any] | None:
+    """What ``--weights-memory`` would cost; the disk's speed is measured where the model is."""
+    from kvswap_torch.hf.fit import STEP, weights_on_disk
+    from kvswap_torch.hf.weights_reader import read_speed
+
+    plan = weights_on_disk(fit, place)
+    if plan is None:
+        return None
+    measured = None if folder is None else read_speed(folder)
+    speed = measured or ASSUMED_SPEED
+    return {
+        "weights_memory_bytes": -(-plan.memory_bytes // STEP) * STEP,
+        "read_bytes_per_token": plan.read_bytes,
+        "seconds_per_token": plan.read_bytes / speed,
+        "disk_bytes_per_second": speed,
+        "disk_speed_is": "assumed" if measured is None else "measured",
+    }
 
 
 def facts(fit: Fit, place: Place, what: dict[str, Any], texts_per_day: int) -> dict[str, Any]:
@@ -203,6 +226,17 @@ def _show(told: dict[str, Any], console: Console) -> None:
     console.print(f"{told['context']:,} tokens x {told['batch']}")
     console.print(table)
     console.print(FITS if told["fits"] else f"{FITS_NOT}: {told['advice']}")
+    if (on_disk := told["weights_on_disk"]) is not None:
+        console.print(_told_on_disk(on_disk))
     available = told["memory_available_bytes"]
     if told["fits"] and available is not None and memory["total"] > available:
         console.print(f"not now: other processes leave {format_bytes(available)}")
+
+
+def _told_on_disk(told: dict[str, Any]) -> str:
+    return (
+        f"with --weights-memory {told['weights_memory_bytes'] >> 20}MiB it fits, and each token "
+        f"reads {format_bytes(told['read_bytes_per_token'])} of weights from disk: "
+        f"{told['seconds_per_token']:.2f} s at {told['disk_bytes_per_second'] / 1e9:.2f} GB/s, "
+        f"{told['disk_speed_is']}"
+    )

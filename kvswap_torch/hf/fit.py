@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvswap_torch.errors import BudgetError
+from kvswap_torch.errors import BudgetError, ConfigError
 from kvswap_torch.few_bits import BITS
 from kvswap_torch.hf.unloaded import (
     Activations,
@@ -20,6 +20,7 @@ from kvswap_torch.hf.unloaded import (
     unloaded_model,
     weight_bytes,
 )
+from kvswap_torch.hf.weights_memory import Stored, WeightsPlan, plan_weights
 from kvswap_torch.memory_size import format_bytes
 
 CONTEXT_LEAST = 1024  # a shorter one is not proposed
@@ -46,6 +47,8 @@ class Asked:
         Tokens of a prompt per forward pass.
     is_wide
         As for `activations`.
+    stored
+        What the checkpoint's files have; None: all of `dtype`.
     """
 
     config: Any = field(repr=False)
@@ -60,6 +63,7 @@ class Asked:
     preset: str | None = None
     chunk: int = 4096
     is_wide: bool = False
+    stored: Stored | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,36 @@ def advice(fit: Fit, place: Place) -> str:
             f"the disk must have {format_bytes(fit.cache.disk_bytes)} free and has "
             f"{format_bytes(place.disk_bytes)}: free space, or give another --path"
         )
+    if (plan := weights_on_disk(fit, place)) is not None:
+        beside = fit.memory_bytes - fit.weights
+        taken = format_bytes(plan.memory_bytes + beside)
+        return f"give --weights-memory {_room(fit, place) // STEP}MiB: then it takes {taken}"
     return "no option makes it fit: take a smaller model, or a machine with more memory"
+
+
+def weights_on_disk(fit: Fit, place: Place) -> WeightsPlan | None:
+    """Which layers are on disk so that all else fits in memory as it was asked for.
+
+    Returns
+    -------
+    WeightsPlan or None
+        None: nothing need be, or that does not make it fit.
+    """
+    asked, room = fit.asked, _room(fit, place)
+    can_be = asked.stored_bytes is None and asked.weights not in BITS
+    has_disk = fit.cache.disk_bytes <= place.disk_bytes
+    if fit.fits(place) or not can_be or not has_disk or room <= 0:
+        return None
+    model = unloaded_model(asked.config, asked.dtype)
+    try:
+        return plan_weights(model, asked.stored or Stored(asked.dtype), room)
+    except ConfigError:
+        return None
+
+
+def _room(fit: Fit, place: Place) -> int:
+    """What is left for weights."""
+    return (place.memory_bytes - fit.memory_bytes + fit.weights) // STEP * STEP
 
 
 def _changes(fit: Fit, place: Place) -> Iterator[tuple[str, Asked]]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import mmap
 import os
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -275,6 +277,32 @@ class WeightsReader:
                 descriptor = os.open(path, flags)  # a file system that has no such reads
             self._files[path] = descriptor, os.fstat(descriptor).st_size
         return self._files[path]
+
+
+def read_speed(folder: str | Path, most: int = 8 * CHUNK_BYTES) -> float | None:
+    """Bytes per second of a folder's largest safetensors file, read past the page cache.
+
+    Returns
+    -------
+    float or None
+        None: there is none of `most` bytes, or the disk has no such reads.
+    """
+    files = Path(folder).glob("*.safetensors")
+    path = max(files, key=lambda file: file.stat().st_size, default=None)
+    if path is None or path.stat().st_size < most:
+        return None
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return None
+    try:
+        buffer, began = mmap.mmap(-1, CHUNK_BYTES), time.perf_counter()  # of whole pages
+        for begin in range(0, most, CHUNK_BYTES):
+            if os.preadv(descriptor, [buffer], begin) != CHUNK_BYTES:
+                return None
+        return most / (time.perf_counter() - began)
+    finally:
+        os.close(descriptor)
 
 
 def _failed(path: str, at: int, error: OSError) -> StorageError:

@@ -21,7 +21,8 @@ from kvswap_torch.cli.fit import asked_of, tokens_of
 from kvswap_torch.errors import BudgetError, ConfigError
 from kvswap_torch.few_bits import FewBitLinear
 from kvswap_torch.hf import unloaded
-from kvswap_torch.hf.fit import Asked, Place, advice, estimate
+from kvswap_torch.hf.fit import CONTEXT_LEAST, Asked, Place, advice, estimate, weights_on_disk
+from kvswap_torch.hf.weights_reader import read_speed
 from kvswap_torch.machine_memory import memory_limit
 from tests.python.tiny_models import FAMILIES, has_native, prompt, tiny_model
 
@@ -239,6 +240,57 @@ def test_what_it_says_to_give_then_fits() -> None:
         assert estimate(asked(**changes), 0).memory_bytes <= memory
         memory = memory * 3 // 4
     assert said.startswith("no option")
+
+
+@pytest.mark.parametrize("short", [10, 100])
+def test_weights_that_do_not_fit_may_be_on_disk(short: int) -> None:
+    fit = estimate(asked(), 0)
+    place = placed(fit.memory_bytes - short * MIB)
+    plan = weights_on_disk(fit, place)
+    assert plan.memory_bytes + fit.memory_bytes - fit.weights <= place.memory_bytes
+    assert 0 < short * MIB < plan.read_bytes < fit.weights
+    assert weights_on_disk(fit, placed(fit.memory_bytes)) is None
+    assert weights_on_disk(fit, placed(place.memory_bytes, fit.cache.disk_bytes - 1)) is None
+    few = estimate(asked(weights="int8"), 0)
+    assert weights_on_disk(few, placed(few.memory_bytes - MIB)) is None
+    assert weights_on_disk(fit, placed(MIB)) is None
+
+
+def test_the_last_thing_to_turn_is_where_weights_are() -> None:
+    """More layers than int4 has room for, of a text that is as short as is proposed."""
+    layers = {"num_hidden_layers": 24, "layer_types": None}
+    deep = dataclasses.replace(
+        asked(context=CONTEXT_LEAST), config=LlamaConfig(**LARGE.to_dict() | layers)
+    )
+    fit = estimate(deep, 0)
+    place = placed(fit.memory_bytes - fit.weights + 80 * MIB)
+    (size,) = re.findall(r"^give --weights-memory (\d+)MiB: then it takes", advice(fit, place))
+    assert 79 <= int(size) <= 80
+
+
+def test_the_command_says_what_a_token_costs_with_weights_on_disk(tmp_path: Path) -> None:
+    LlamaConfig(**LARGE.to_dict()).save_pretrained(tmp_path)
+    need = estimate(asked(context=4096), 0)
+    words = ["fit", "--model", tmp_path, "--context", "4K", "--path", tmp_path, "--memory"]
+    fixed = json.loads(kvswap(*words, "64GiB", "--json").output)
+    assert fixed["weights_on_disk"] is None
+    memory = fixed["memory_bytes"]["total"] - 64 * MIB
+    told = json.loads(kvswap(*words, memory, "--json").output)["weights_on_disk"]
+    assert 64 * MIB < told["read_bytes_per_token"] < need.weights
+    assert told["seconds_per_token"] == told["read_bytes_per_token"] / told["disk_bytes_per_second"]
+    assert told["disk_speed_is"] == "assumed"
+    shown = " ".join(kvswap(*words, memory).output.split())
+    assert re.search(r"with --weights-memory \d+MiB it fits, .* s at 2.00 GB/s, assumed", shown)
+
+
+def test_the_disk_s_speed_is_of_a_file_that_is_long_enough(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    assert read_speed(tmp_path) is None
+    file.write_bytes(bytes(64 * MIB - 1))
+    assert read_speed(tmp_path) is None
+    file.write_bytes(bytes(64 * MIB))
+    found = read_speed(tmp_path)
+    assert found is None or found > 0
 
 
 def test_a_full_disk_is_named() -> None:
