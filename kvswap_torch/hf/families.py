@@ -488,6 +488,13 @@ def _device(name: str, decoder: PreTrainedModel, attentions: list[nn.Module]) ->
     devices = devices or devices_of(decoder)
     if len(devices) == 1 and (only := next(iter(devices))).type in ("cpu", "cuda"):
         return only
+    if devices == {torch.device("meta")}:
+        raise unsupported(
+            name,
+            "has no weights, since all of its attention is on the meta device; load it with "
+            "device_map=None, or its layers from disk with load_on_disk() of "
+            "kvswap_torch.integrations",
+        )
     raise unsupported(
         name,
         f"is on {', '.join(sorted(map(str, devices)))}; all of it must be on the CPU or on one "

@@ -40,6 +40,7 @@ from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.process_memory import give_back_memory
 
 CPU = torch.device("cpu")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -300,6 +301,11 @@ def load_within(
     check_accelerate(what)
     if name.endswith(".gguf"):
         raise ConfigError(f"{what}: must be of a model's folder, got the GGUF file {name}")
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if is_path and not Path(name).is_dir():
+        raise ConfigError(f"{what}: must be of a model's folder, got {name!r}, which is none")
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise ConfigError(f"dtype: must be one of {', '.join(DTYPES)}, got {dtype!r}")
     config = AutoConfig.from_pretrained(name)
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(

@@ -105,7 +105,7 @@ def load_on_disk(
     ------
     ConfigError
         `weights_memory` is too small, and names the least; or the model's weights are in few bits,
-        or it is a GGUF file.
+        or it is a GGUF file, or no folder.
     OSError, ValueError
         transformers cannot load it.
     StorageError

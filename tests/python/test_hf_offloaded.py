@@ -224,3 +224,16 @@ def test_scores_with_an_embedding_on_disk(pair, tmp_path) -> None:
             found.append(score(model, cache, ids[:24], ids[24:]))
     (told, is_greedy), other = found
     assert other == (pytest.approx(told, rel=1e-5), is_greedy)
+
+
+def test_a_device_map_that_leaves_nothing_in_memory(tmp_path) -> None:
+    """On disk it works; on the meta device there are no weights at all."""
+    model, inputs = tiny_model("llama"), prompt(1, 20)
+    model.save_pretrained(tmp_path / "model")
+    named = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offloaded"}
+    offloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **named)
+    with KVSwapCache(offloaded, tmp_path, config=COVERING) as cache:
+        assert torch.equal(greedy(offloaded, inputs, cache), greedy(model, inputs))
+    empty = AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map="meta")
+    with pytest.raises(UnsupportedModelError, match="has no weights.* device_map=None, or its lay"):
+        KVSwapCache(empty, tmp_path)

@@ -222,6 +222,13 @@ def test_a_size_that_is_none(size, tmp_path) -> None:
         load_on_disk(tmp_path, size)
 
 
+def test_a_folder_and_a_type_that_are_none(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="of a model's folder, got '/nope', which is none$"):
+        load_on_disk("/nope", "1GiB")
+    with pytest.raises(ConfigError, match="^dtype: must be one of auto, .* got 'float99'$"):
+        load_on_disk(tmp_path, "1GiB", "float99")
+
+
 def test_nothing_is_loaded_for_a_limit_that_is_too_small(tmp_path, monkeypatch) -> None:
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded")
