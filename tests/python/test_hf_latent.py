@@ -228,7 +228,7 @@ def test_what_is_refused_by_name(deepseek):
     odd = every_model.build("DeepseekV3")
     odd.model.layers[2].self_attn.kv_lora_rank = 48
     refused(odd, "whose latents differ in width")
-    refused(copy.deepcopy(deepseek).to("meta"), "is on meta")
+    refused(copy.deepcopy(deepseek).to("meta"), "is on the meta device")
 
 
 def test_places_that_are_refused(deepseek, monkeypatch):

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -365,3 +366,28 @@ def test_a_model_of_twice_the_memory_there_is(cap: MemoryCap, tmp_path: Path) ->
     assert limited["ids"] == free["ids"]
     assert limited["read"] > 10 * (LIMIT + (16 << 20)) and free["read"] is None
     assert cap.folder.name in limited["cgroups"]
+
+
+def test_serve(chatty, tmp_path) -> None:
+    folder, limited = chatty
+    words = ["serve", "--model", folder, "--store", tmp_path, "--port", 0, "--json", *limited]
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvswap_torch", *map(str, words)], cwd=ready_python.ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            told = json.loads(process.stdout.readline())
+            body = {"model": told["model"], "prompt": "abcdefgh" * 8, "max_tokens": 6, "n": 2,
+                    "temperature": 1.0, "seed": 3}  # fmt: skip
+            request = urllib.request.Request(
+                f"{told['address']}/v1/completions", json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )  # fmt: skip
+            with urllib.request.urlopen(request) as reply:
+                answers = json.loads(reply.read())["choices"]
+            process.terminate()
+            assert "of weights from disk" in process.stderr.read()
+            assert process.wait() == 0
+        finally:
+            process.kill()
+    assert len(answers) == 2 and all(each["text"] for each in answers)
