@@ -130,6 +130,7 @@ class WeightsReader:
         self._errors: dict[int, BaseException] = {}  # of blocks that could not be read
         self._is_closed = False
         self._changed = threading.Condition()
+        self._process = os.getpid()
         self.bytes_read = 0
         self.wait_seconds = 0.0  # of what asks, for what was not there yet
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
@@ -150,6 +151,7 @@ class WeightsReader:
 
     def begin(self, block: int) -> None:
         """`block` is about to run: it is read, and the one after it."""
+        self._check_process()
         self._want(block, self._after(block))
 
     def end(self, block: int) -> None:
@@ -163,8 +165,9 @@ class WeightsReader:
         Raises
         ------
         StorageError
-            It cannot be read.
+            It cannot be read, or this is a forked child.
         """
+        self._check_process()
         index = self._of[name]
         block = self._blocks[index]
         with self._changed:
@@ -196,6 +199,14 @@ class WeightsReader:
             os.close(descriptor)
         self._files.clear()
         self._slots = []
+
+    def _check_process(self) -> None:
+        """A forked child has no thread that reads, and would wait for it for ever."""
+        if os.getpid() != self._process:
+            raise StorageError(
+                "weights: layers on disk must be used by the process that loaded the model, and "
+                "this is a fork of it; load the model after the fork"
+            )
 
     def _after(self, block: int) -> int:
         return (block + 1) % len(self._blocks)

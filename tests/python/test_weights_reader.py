@@ -163,6 +163,24 @@ def test_a_failed_read_is_raised_where_the_block_is_used_and_tried_again(
     reader.close()
 
 
+def test_a_forked_child_is_told_instead_of_waiting(tmp_path: Path) -> None:
+    made, held = blocks(tmp_path)
+    reader = WeightsReader(made)
+    child = os.fork()
+    if child == 0:
+        for use in (lambda: reader.begin(1), lambda: reader.tensor("1.a")):
+            try:
+                use()
+            except StorageError as error:
+                if "this is a fork of it" in str(error):
+                    continue
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(reader.tensor("1.a"), held[1]["1.a"])
+    reader.close()
+
+
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     made, _ = blocks(tmp_path)
     (tmp_path / "1.bin").unlink()
