@@ -171,7 +171,7 @@ LEFT_OUT = {
     "Gemma4UnifiedAssistant": "a drafter on another model's keys",
     "Phi4Multimodal": "image and sound towers of 870 million parameters; its text part is Phi-3",
 }
-# Families that an older transformers computes so that they are refused, and the first that does not.
+# Families that are refused with an older transformers, and the first with which they are not.
 SINCE = dict.fromkeys(("CodeGen", "GPTJ"), "5.24")
 
 PAGE = """# Models
