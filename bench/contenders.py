@@ -31,7 +31,7 @@ Take = Callable[[int, torch.Tensor, torch.Tensor], None]
 def chunks(
     shape: Shape, batch: int, context: int, layer: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A layer's keys and values, ``[batch, kv_heads, tokens, head_dim]`` bf16 each, in order.
+    """A layer's keys and values, ``[batch, kv_heads, tokens, width]`` bf16 each, in order.
 
     Normal numbers, drawn once for a chunk and given other signs in each channel of each chunk: no
     two tokens are alike, and gigabytes of them take seconds.
@@ -42,7 +42,7 @@ def chunks(
     for begin in range(0, context, FILL_TOKENS):
         signs = torch.randint(2, (*size[:2], 1, size[3]), generator=generator).mul_(2).sub_(1)
         keys = drawn[:, :, : context - begin] * signs.to(drawn.dtype)
-        yield keys, keys.flip(-1)
+        yield (keys, keys.flip(-1)) if shape.latent is None else shape.latent.split(keys)
 
 
 def fill(shape: Shape, batch: int, context: int, take: Take) -> None:
@@ -111,8 +111,14 @@ def open_kvswap(
     )
     width = shape.kv_heads * shape.head_dim
     set_random_projections(cache.driver.session, range(shape.layers), width, cache.driver.ranks[0])
-    fill(shape, batch, context, cache.driver.session.append)
+    fill(shape, batch, context, appending(cache))
     return Contender("kvswap", model, cache, batch, context)
+
+
+def appending(cache: KVSwapCache) -> Take:
+    """Into its session, what the model caches."""
+    session, parts = cache.driver.session, cache.driver.parts
+    return lambda layer, keys, values: session.append(layer, *parts.stored(keys, values))
 
 
 def open_preset(
@@ -133,9 +139,9 @@ def open_preset(
             chosen = [layer for layer in range(shape.layers) if not config.is_exact(layer)]
             width = shape.kv_heads * shape.head_dim
             set_random_projections(session, chosen, width, cache.driver.ranks[0])
-        fill(shape, batch, context, session.append)
+        fill(shape, batch, context, appending(cache))
     else:
-        fill(shape, batch, context - WINDOW_TOKENS, session.append)
+        fill(shape, batch, context - WINDOW_TOKENS, appending(cache))
         positions = torch.arange(context - WINDOW_TOKENS, context).expand(batch, -1)
         call = {"past_key_values": cache, "position_ids": positions, "use_cache": True}
         with torch.inference_mode():
@@ -147,8 +153,10 @@ def whole_layer(
     shape: Shape, batch: int, context: int, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Its `chunks` as one, for a cache that would copy all it has with each of them."""
-    size = (batch, shape.kv_heads, context, shape.head_dim)
-    keys, values = (torch.empty(size, dtype=torch.bfloat16) for _ in range(2))
+    size = (batch, shape.kv_heads, context)
+    keys, values = (
+        torch.empty((*size, width), dtype=torch.bfloat16) for width in shape.cached_widths
+    )
     begin = 0
     for new_keys, new_values in chunks(shape, batch, context, layer):
         end = begin + new_keys.shape[2]
@@ -182,8 +190,8 @@ def fill_file(file: KvFile, shape: Shape, batch: int) -> None:
     file.flush()
 
 
-def kv_file_size(shape: Shape, batch: int, context: int) -> tuple[int, int, int, int]:
-    return (batch, shape.kv_heads, context, shape.head_dim)
+def kv_file_size(shape: Shape, batch: int, context: int) -> tuple[int, ...]:
+    return (batch, shape.kv_heads, context, *shape.cached_widths)
 
 
 def open_restore(

@@ -104,11 +104,10 @@ class FullRestoreCache(Cache):
 
     def restore(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         reads = self._reads.pop(layer, None) or self.reader.start(layer)
-        data = self.reader.finish(layer, reads)[: self.file.payload_bytes].view(self.file.dtype)
+        data = self.reader.finish(layer, reads)
         following = (layer + 1) % self.file.layers
         self._reads[following] = self.reader.start(following)
-        keys, values = data.view(self.file.shape)
-        return keys, values
+        return self.file.views(data)
 
     def close(self) -> None:
         for layer, reads in self._reads.items():

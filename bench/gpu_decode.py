@@ -27,6 +27,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from bench import machine
+from bench.contenders import kv_file_size
 from bench.full_restore import FullRestoreCache
 from bench.kv_file import KvFile
 from bench.shapes import SHAPES, Shape, make_model
@@ -176,7 +177,7 @@ def open_cache(name: str, model: Any, case: Case, path: Path, device: torch.devi
     if name in OURS:
         return open_kvswap(name, model, case, path, device)
     if name == "restore":
-        size = (case.batch, case.shape.kv_heads, case.context, case.shape.head_dim)
+        size = kv_file_size(case.shape, case.batch, case.context)
         file = KvFile(path, case.shape.layers, size, DTYPE)
         for layer in range(case.shape.layers):
             begin = 0

@@ -14,7 +14,7 @@ ROOM_TOKENS = 128  # behind each head's tokens, so that decoded ones need no cop
 
 
 class KvFile:
-    """A file of layers, each ``[2, batch, kv_heads, context + ROOM_TOKENS, head_dim]``, padded.
+    """A file of layers: K, ``[batch, kv_heads, context + ROOM_TOKENS, width]``, then V, padded.
 
     Written through the page cache and then dropped from it by `flush`, so that whoever reads it
     begins at the disk. Not thread-safe.
@@ -25,16 +25,15 @@ class KvFile:
         A folder, for a file without a name that is gone with the process; or a file, which is made
         when there is none and stays.
     size
-        ``(batch, kv_heads, context, head_dim)``.
+        ``(batch, kv_heads, context, width of K, width of V)``.
     """
 
-    def __init__(
-        self, path: Path, layers: int, size: tuple[int, int, int, int], dtype: torch.dtype
-    ):
-        batch, kv_heads, self.context, head_dim = size
+    def __init__(self, path: Path, layers: int, size: tuple[int, ...], dtype: torch.dtype):
+        batch, kv_heads, self.context, *widths = size
         self.layers, self.dtype = layers, dtype
-        self.shape = (2, batch, kv_heads, self.context + ROOM_TOKENS, head_dim)
-        self.payload_bytes = torch.Size(self.shape).numel() * dtype.itemsize
+        positions = self.context + ROOM_TOKENS
+        self.shapes = [torch.Size((batch, kv_heads, positions, width)) for width in widths]
+        self.payload_bytes = sum(shape.numel() for shape in self.shapes) * dtype.itemsize
         self.layer_bytes = -(-self.payload_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if path.is_dir():
             with tempfile.TemporaryFile(dir=path) as file:
@@ -53,16 +52,25 @@ class KvFile:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_DIRECT)
 
     def write(self, layer: int, begin: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """keys, values: ``[batch, kv_heads, tokens, head_dim]``, of positions `begin` and on."""
-        _, batch, kv_heads, positions, head_dim = self.shape
-        row_bytes = head_dim * self.dtype.itemsize
-        for which, data in enumerate((keys, values)):
+        """keys, values: ``[batch, kv_heads, tokens, width]``, of positions `begin` and on."""
+        part = layer * self.layer_bytes
+        for shape, data in zip(self.shapes, (keys, values), strict=True):
+            batch, kv_heads, positions, width = shape
+            row_bytes = width * self.dtype.itemsize
             rows = data.contiguous().view(torch.uint8).numpy()
             for sequence in range(batch):
                 for head in range(kv_heads):
-                    before = (which * batch + sequence) * kv_heads + head
-                    at = layer * self.layer_bytes + (before * positions + begin) * row_bytes
+                    before = sequence * kv_heads + head
+                    at = part + (before * positions + begin) * row_bytes
                     _write_all(self.fd, memoryview(rows[sequence, head]).cast("B"), at)
+            part += shape.numel() * self.dtype.itemsize
+
+    def views(self, layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer's bytes."""
+        data = layer[: self.payload_bytes].view(self.dtype)
+        keys, values = self.shapes
+        first, second = data.split((keys.numel(), values.numel()))
+        return first.view(keys), second.view(values)
 
     def flush(self) -> None:
         """To the disk, and out of the page cache."""

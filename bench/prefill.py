@@ -31,6 +31,7 @@ from bench.shapes import SHAPES, make_model
 from kvswap_torch import KVSwapCache
 from kvswap_torch.cli.load import load_model
 from kvswap_torch.half_linear import replace_linear
+from kvswap_torch.hf.families import model_parts
 
 REFERENCE = "reference"
 NEW_TOKENS = 8  # room beside the document, as a question would need
@@ -45,12 +46,6 @@ def open_model(name: str, tokens: int, layers: int, dtype: str) -> Any:
         replace_linear(model)
         return model
     return load_model("examples/reference_model" if name == REFERENCE else name, dtype)
-
-
-def kv_bytes(model: Any, tokens: int) -> int:
-    config = model.config
-    width = 2 * config.num_key_value_heads * config.head_dim
-    return config.num_hidden_layers * tokens * width * model.dtype.itemsize
 
 
 @torch.inference_mode()
@@ -68,6 +63,7 @@ class Rounds:
 
     def __init__(self, model: Any, ids: torch.Tensor, chunk: int, budgets: list[str], path: Path):
         self.model, self.ids, self.chunk, self.path = model, ids, chunk, path
+        self.shape = model_parts(model).shape
         self.budgets = budgets
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.cpu_seconds: dict[str, list[float]] = defaultdict(list)
@@ -80,7 +76,7 @@ class Rounds:
         self._take("StaticCache", StaticCache(config=config, max_cache_len=room))
         for budget in self.budgets:
             share = None if budget == "none" else Fraction(budget)
-            memory = None if share is None else int(share * kv_bytes(self.model, room))
+            memory = None if share is None else int(share * self.shape.kv_bytes(room))
             with KVSwapCache(
                 self.model, path=self.path, kv_memory_bytes=memory, max_context=room, max_batch=1
             ) as cache:

@@ -20,6 +20,7 @@ WHAT = (
     " was given the memory alone."
 )
 LOWER = "Lower is better"
+LATENT_LABELS = {"preset:exact": "kvswap, all tokens"}
 
 
 def speed_rows(results: list[Result] | None = None) -> Iterator[str]:
@@ -67,3 +68,29 @@ def peer_rows(results: list[Result]) -> Iterator[str]:
                 memory = format_bytes(rows[key]["kv_memory_bytes"])
                 yield line([place, label(key), memory, f"{rows[key]['ms']:.1f}", f"{few:.1f}"])
                 place = ""
+
+
+def latent_rows(results: list[Result]) -> Iterator[str]:
+    """Latent attention, a line a cache: its memory, and what a step takes and reads."""
+    what = (
+        "A step of latent attention (MLA): widths and heads of DeepSeek-V2-Lite, bf16, random"
+        " weights and latents. Left out are 23 of its 27 layers, its vocabulary and its experts:"
+        " each layer has the first one's dense MLP. Defaults: 1/13 of the full cache's memory. All"
+        " tokens: the preset `exact`, which reads and attends the whole cache. Memory of the"
+        " process: what it has more than before the cache was made."
+    )
+    yield caption(what, results, LOWER)
+    columns = ("model, tokens, batch", "cache", "KV memory", "memory of the process")
+    yield from head([*columns, "ms per step", "read from disk per step"])
+    for result in results:
+        place = title(result)
+        for key in keys_of(result):
+            row = result["contenders"].get(key)
+            cells = [place, LATENT_LABELS.get(key, label(key))]
+            if row is None:
+                yield line([*cells, *[NOT_MEASURED] * 4])
+            else:
+                memory = (row["kv_memory_bytes"], row["memory_outside_bytes"], row["bytes_read"])
+                kept, seen, read = (format_bytes(max(0, number)) for number in memory)
+                yield line([*cells, kept, seen, f"{row['ms']:.1f}", read])
+            place = ""

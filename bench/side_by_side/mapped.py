@@ -19,13 +19,12 @@ ADVICE = {"normal": mmap.MADV_NORMAL, "random": mmap.MADV_RANDOM}
 
 
 class MappedLayer(FileLayer):
-    """One layer: views ``[batch, kv_heads, positions, head_dim]`` of its part of the file."""
+    """One layer: views ``[batch, kv_heads, positions, width]`` of its part of the file."""
 
     def __init__(self, file: KvFile, index: int):
         super().__init__(file.context)
         self.memory = mmap.mmap(file.fd, file.layer_bytes, offset=index * file.layer_bytes)
-        data = torch.frombuffer(self.memory, dtype=torch.uint8)[: file.payload_bytes]
-        self.keys, self.values = data.view(file.dtype).view(file.shape)
+        self.keys, self.values = file.views(torch.frombuffer(self.memory, dtype=torch.uint8))
 
     def update(self, key_states, value_states, *args, **kwargs):
         begin = self.get_seq_length()

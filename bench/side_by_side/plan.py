@@ -200,7 +200,7 @@ def memory_need(cell: Cell, key: str) -> int:
 
 def disk_need(cell: Cell, key: str) -> int:
     """Bytes on disk that a contender takes; the peers on a file share one."""
-    row = 2 * cell.shape.head_dim * 2
+    row = 2 * sum(cell.shape.cached_widths)
     padded = -(-row // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
     if key.startswith("tokens"):
         return int(1.05 * cell.kv_bytes * padded / row)

@@ -16,6 +16,7 @@ from kvswap_torch import format_bytes
 
 FOLDER = RESULTS / "side_by_side"
 OF_LLAMA = RESULTS / "side_by_side_llama"
+OF_LATENT = RESULTS / "side_by_side_latent"
 ABOUT = ("llama_cpp_python", "weights", "kv_type", "system", "ollm", "page_cache")  # of a peer
 COLUMNS = (
     "contender", "ms per step (quartiles)", "against kvswap", "KV memory", "seen from outside",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from bench.shapes import Shape, make_config, make_model
 def weights_file(shape: Shape, folder: Path) -> Path:
     """Written when it is not there; the name says which shape it is."""
     numbers = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim)
-    name = "-".join(map(str, (*numbers, shape.feed_forward)))
+    latent = () if shape.latent is None else astuple(shape.latent)
+    name = "-".join(map(str, (*numbers, shape.feed_forward, *latent)))
     path = folder / f"weights-{name}.safetensors"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,6 +56,12 @@ def read_through(path: Path) -> None:
 
 def touched_bytes(shape: Shape, vocabulary: int = 4096) -> int:
     """Of weights read in a step, whatever the batch; bf16, the head tied to the input."""
-    attention = shape.hidden * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
+    latent, heads = shape.latent, shape.heads
+    if latent is None:
+        attention = shape.hidden * shape.head_dim * 2 * (heads + shape.kv_heads)
+    else:
+        outer = heads * (latent.query_dim + latent.value) + latent.head_dim
+        inner = latent.rank * heads * (latent.unrotated + latent.value)
+        attention = shape.hidden * outer + inner
     layer = attention + 3 * shape.hidden * shape.feed_forward
     return 2 * (shape.layers * layer + vocabulary * shape.hidden)

@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 from bench import machine
 from bench.kv_file import ROOM_TOKENS, KvFile
-from bench.pages.speed import speed_rows
-from bench.shapes import make_model
+from bench.pages.speed import latent_rows, speed_rows
+from bench.shapes import SHAPES, make_model
 from bench.side_by_side import __main__ as command
 from bench.side_by_side import memory_cap, report
 from bench.side_by_side.busy import floor_ms_least, why_busy
@@ -71,10 +71,16 @@ def tokens_after(ids: torch.Tensor) -> torch.Tensor:
 # The peers.
 
 
-def test_a_mapped_file_gives_what_a_full_cache_gives(tmp_path):
-    model, ids = tiny_model("llama"), prompt(2, 20)["input_ids"]
+def latent_model():
+    return make_model(SHAPES["tiny-latent"], 64, torch.float32)
+
+
+@pytest.mark.parametrize("open_model", [lambda: tiny_model("llama"), latent_model])
+def test_a_mapped_file_gives_what_a_full_cache_gives(tmp_path, open_model):
+    model, ids = open_model(), prompt(2, 20)["input_ids"]
     full = prefilled(model, ids)
-    size = tuple(full.layers[0].keys.shape)
+    first = full.layers[0]
+    size = (*first.keys.shape, first.values.shape[-1])
     file = KvFile(tmp_path, len(full.layers), size, torch.float32)
     for index, layer in enumerate(full.layers):
         file.write(index, 0, layer.keys[:, :, :7], layer.values[:, :, :7])
@@ -90,7 +96,7 @@ def test_a_mapped_file_gives_what_a_full_cache_gives(tmp_path):
 
 
 def test_a_mapped_file_refuses_what_it_has_no_room_for(tmp_path):
-    file = KvFile(tmp_path, 1, (1, 1, 4, 8), torch.float32)
+    file = KvFile(tmp_path, 1, (1, 1, 4, 8, 8), torch.float32)
     cache = MappedCache(file)
     new = torch.zeros(1, 1, ROOM_TOKENS + 1, 8)
     with pytest.raises(ValueError, match=f"room for {ROOM_TOKENS + 4} positions"):
@@ -134,6 +140,19 @@ def test_mapped_weights_are_a_whole_model(tiny):
     norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
     held = sum(parameter.numel() for parameter in model.parameters())
     assert touched_bytes(shape) == 2 * (held - norms)
+
+
+def test_a_latent_shape_counts_what_its_model_has(tmp_path):
+    shape = Cell("tiny-latent", 512, 1).shape
+    model = load_model(shape, 512, weights_file(shape, tmp_path))
+    norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
+    held = sum(parameter.numel() for parameter in model.parameters())
+    assert touched_bytes(shape) == 2 * (held - norms)
+    full = prefilled(model, prompt(1, 30)["input_ids"])
+    cached = sum(layer.keys.nbytes + layer.values.nbytes for layer in full.layers)
+    assert shape.kv_bytes(1, 30) == cached == model_parts(model).shape.kv_bytes(30)
+    widths = [layer.keys.shape[-1] for layer in full.layers]
+    assert widths == [shape.latent.rank] * shape.layers  # it keeps latents, not what they become
 
 
 @needs_native
@@ -260,6 +279,23 @@ def test_a_cell_is_marked_where_its_floor_was_twice_as_fast_before():
 
 
 # Children.
+
+
+@needs_native
+def test_a_latent_cell_is_measured_and_shown(tmp_path):
+    cell = Cell("tiny-latent", 1024, 1)
+    weights = weights_file(cell.shape, tmp_path / "weights")
+    keys = ["static", "dynamic", "restore", f"{PRESET}exact"]
+    measured = Measurement(cell, tmp_path, weights, seconds=0.01, say=lambda what: None)
+    measured.run(keys, PLENTY)
+    assert measured.empty == {}
+    result = measured.results(1e10, _Disk()) | {"machine": machine.describe(tmp_path)}
+    assert result["kv_bytes_full"] == cell.kv_bytes
+    assert result["contenders"]["static"]["kv_memory_bytes"] > cell.kv_bytes
+    rows = list(latent_rows([result]))
+    assert [row.split(" | ")[1] for row in rows[-4:]] == [
+        "StaticCache", "DynamicCache", "full restore", "kvswap, all tokens"
+    ]  # fmt: skip
 
 
 @needs_native
