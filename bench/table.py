@@ -15,7 +15,7 @@ from typing import Any
 from bench import headline
 from bench.machine import RESULTS
 from bench.pages import answers, fit, plots, presets, reuse, speed
-from bench.side_by_side.report import OF_LLAMA
+from bench.side_by_side.report import OF_LATENT, OF_LLAMA
 from bench.side_by_side.report import load as load_cells
 
 FOLDER = Path("docs/benchmarks")
@@ -41,6 +41,7 @@ TABLES = {
     "headline": headline.rows,
     "speed": speed.speed_rows,
     "peers": lambda: speed.peer_rows(load_cells(OF_LLAMA)),
+    "latent": lambda: speed.latent_rows(load_cells(OF_LATENT)),
     "lengths": lambda: answers.length_rows(*load("quality/reference_model_defaults")),
     "real": lambda: answers.real_rows(real_results(), load("real_speed", "real_speed_8k")),
     "presets": lambda: presets.preset_rows(
