@@ -234,6 +234,10 @@ oldest-torch: $(STAMP)  ## syntax against the oldest promised torch's headers: 8
 other-transformers: build  ## one test file on the oldest and the newest transformers: 25 MB fetched once
 	@$(call LOCK,other-transformers) $(PY) -m tests.packaging.other_transformers $(ARGS)
 
+.PHONY: version-matrix
+version-matrix: build  ## every torch with every transformers, gigabytes and an hour; ARGS="--plan" says it all
+	@$(call LOCK,version-matrix) $(PY) -m tests.packaging.version_matrix $(ARGS)
+
 cuda-report: cuda-compile  ## registers, shared memory and spills of every CUDA kernel
 	@$(PY) -m tests.gpu.report
 
