@@ -7,6 +7,9 @@ tested; else libraries are built for that torch, into a copy of the tree. Then i
 ``make other-transformers`` on each transformers. Each pair's result is written at once, as JSON,
 into tests/packaging/versions; a pair that passed is not run again without --again. At the end the
 table of docs/versions.md is written from all results that are there.
+
+With --libtorch it builds libraries and examples/libtorch for each torch instead, as a C++ program
+must be, and runs that program's tests.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from tests.packaging.version_places import (
     WORK,
     CannotRunError,
     Environment,
+    build_example,
     built_tree,
     fit_of_present_libraries,
     interpreter,
@@ -53,6 +57,7 @@ MARKS = re.compile(r"(<!-- version-matrix -->\n).*?(<!-- /version-matrix -->)", 
 FETCHED_GB, DISK_GB = 2.6, 4.4
 CELL_SECONDS, BUILD_MINUTES = 40, 15
 # What a cell ran on, asked of the processes' own modules and of the files that are mapped.
+LIBTORCH_TESTS = "tests/python/test_libtorch_example.py"
 USED = """
 import json, platform
 import torch, transformers, kvswap_torch
@@ -117,25 +122,68 @@ def run_cell(cell: Cell, torch: Path, tree: Path, fit: dict[str, Any]) -> dict[s
     environment = Environment(interpreter(cell.python), paths(torch, folder), tree)
     used = environment.ask(USED)
     check_used(cell, used, tree)
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as name:
-        report = Path(name) / "report.xml"
-        done = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider",
-                               f"--junitxml={report}", other_transformers.TESTS)  # fmt: skip
-        if not report.is_file():
-            raise CannotRunError(f"{cell}: pytest ended with {done.returncode}\n{done.stderr}")
-        passed, skipped, failed = tally(report)
-    if not failed and (done.returncode or not passed):
-        raise CannotRunError(f"{cell}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}")
-    if failed:
-        print(done.stdout[-6000:], flush=True)
+    told = run_tests(environment, other_transformers.TESTS, str(cell))
     return {
         "python": used["python"], "torch": used["torch"], "transformers": used["transformers"],
         "libraries_built_for": used["libraries"], "built_for_this_torch": tree != ROOT,
-        "present_libraries": fit, "passed": passed, "skipped": skipped, "failed": failed,
+        "present_libraries": fit,
+    } | told  # fmt: skip
+
+
+def run_tests(environment: Environment, tests: str, what: str) -> dict[str, Any]:
+    """Counts, names of failures and seconds of one file of tests.
+
+    Raises
+    ------
+    CannotRunError
+        pytest itself failed, or found no test.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        report = Path(name) / "report.xml"
+        command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", tests)
+        done = environment.run(*command)
+        if not report.is_file():
+            raise CannotRunError(f"{what}: pytest ended with {done.returncode}\n{done.stderr}")
+        passed, skipped, failed = tally(report)
+    if not failed and (done.returncode or not passed):
+        raise CannotRunError(f"{what}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}")
+    if failed:
+        print(done.stdout[-6000:], flush=True)
+    return {
+        "passed": passed, "skipped": skipped, "failed": failed,
         "seconds": round(time.monotonic() - began), "date": datetime.date.today().isoformat(),
         "version": importlib.metadata.version("kvswap_torch"), "system": system(),
     }  # fmt: skip
+
+
+def run_libtorch(release: str, jobs: int) -> int:
+    """The C++ example, built for one torch against what a wheel installs; whether it failed."""
+    tree, torch = built_tree(release, OWN_PYTHON, jobs), torch_folder(release, OWN_PYTHON)
+    build_example(tree, torch)
+    (folder, why) = other_transformers.fetch(pinned_transformers())
+    if why:
+        raise CannotRunError(f"transformers {pinned_transformers()} is not to be had: {why}")
+    environment = Environment(sys.executable, paths(torch, folder), tree)
+    used = environment.ask(USED)
+    check_used(Cell(OWN_PYTHON, release, pinned_transformers()), used, tree)
+    told = run_tests(environment, LIBTORCH_TESTS, f"libtorch {release}")
+    result = {"torch": used["torch"], "libraries_built_for": used["libraries"]} | told
+    RESULTS.mkdir(exist_ok=True)
+    libtorch_file(release).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(
+        f"version-matrix: libtorch {release}: {verdict(result)}; {result['seconds']} s", flush=True
+    )
+    return int(bool(result["failed"]))
+
+
+def libtorch_file(release: str) -> Path:
+    return RESULTS / f"libtorch-{release}.json"
+
+
+def pinned_transformers() -> str:
+    (found,) = re.findall(r"^transformers==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    return found
 
 
 def run_row(cells: list[Cell], jobs: int) -> int:
@@ -165,7 +213,7 @@ def run_row(cells: list[Cell], jobs: int) -> int:
 
 def results() -> list[dict[str, Any]]:
     """All that are there, oldest releases first."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("python-*.json")]
     return sorted(found, key=lambda each: [number(each[name]) for name in
                                            ("python", "torch", "transformers")])  # fmt: skip
 
@@ -181,13 +229,15 @@ def table(found: Iterable[dict[str, Any]]) -> str:
         rows.setdefault((each["torch"], each["python"]), {})[each["transformers"]] = each
     names = sorted({name for row in rows.values() for name in row}, key=number)
     lines = [
-        "| torch | Python | libraries built for | " + " | ".join(names) + " | when |",
-        "|---|---|---|" + "---|" * (len(names) + 1),
+        "| torch | Python | libraries built for | " + " | ".join(names) + " | LibTorch | when |",
+        "|---|---|---|" + "---|" * (len(names) + 2),
     ]
     for (torch, python), row in rows.items():
         built = sorted({each["libraries_built_for"] for each in row.values()})
         dates = sorted({each["date"] for each in row.values()})
         cells = [verdict(row[name]) if name in row else "" for name in names]
+        cpp = libtorch_file(torch.split("+")[0])
+        cells.append(verdict(json.loads(cpp.read_text())) if cpp.is_file() else "")
         shown = [torch, python, ", ".join(built), *cells, " to ".join(dates[:1] + dates[1:][-1:])]
         lines.append("| " + " | ".join(shown) + " |")
     return "\n".join(lines)
@@ -222,6 +272,14 @@ def plan(cells: list[Cell], keep: bool) -> str:
     )
 
 
+def libtorch_plan(releases: Iterable[str]) -> str:
+    count = len(list(releases))
+    return (
+        f"version-matrix: {count} builds of libraries and of examples/libtorch, some "
+        f"{BUILD_MINUTES} minutes each on two cores; at most {FETCHED_GB} GB to fetch for each"
+    )
+
+
 def wanted_cells(asked: argparse.Namespace) -> list[Cell]:
     cells = [Cell(asked.python, torch, transformers)
              for torch in asked.torch for transformers in asked.transformers]  # fmt: skip
@@ -239,21 +297,27 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also pairs that have passed")
     parser.add_argument("--keep", action="store_true", help="keep each torch after its row")
     parser.add_argument("--plan", action="store_true", help="say what it would cost, and end")
+    parser.add_argument("--libtorch", action="store_true", help="the C++ example on each --torch")
     parser.add_argument("--table", action="store_true", help="write the page's table, and end")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
-    cells = [] if asked.table else wanted_cells(asked)
-    if not asked.table:
-        print(plan(cells, asked.keep), flush=True)
+    if asked.table:
+        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        return 0
+    cells = wanted_cells(asked)
+    print(libtorch_plan(asked.torch) if asked.libtorch else plan(cells, asked.keep), flush=True)
     if asked.plan:
         return 0
     wrong = 0
-    for release in dict.fromkeys(cell.torch for cell in cells):
+    for release in asked.torch if asked.libtorch else dict.fromkeys(cell.torch for cell in cells):
         WORK.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(WORK).free / 1e9) < DISK_GB + 2:
             sys.exit(f"version-matrix: needs {DISK_GB + 2:.0f} GB of free disk, has {free:.1f}")
         try:
-            wrong += run_row([cell for cell in cells if cell.torch == release], asked.jobs)
+            if asked.libtorch:
+                wrong += run_libtorch(release, asked.jobs)
+            else:
+                wrong += run_row([cell for cell in cells if cell.torch == release], asked.jobs)
         except CannotRunError as why:
             print(f"version-matrix: torch {release}: {why}", flush=True)
             wrong += 1

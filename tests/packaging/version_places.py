@@ -202,3 +202,12 @@ def built_tree(release: str, python: str, jobs: int) -> Path:
         shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
     run("cmake", "--install", build, "--prefix", tree / "kvswap_torch")
     return tree
+
+
+def build_example(tree: Path, torch: Path) -> None:
+    """examples/libtorch of that tree, found as a program outside of it finds what is installed."""
+    build = tree / "build" / "libtorch"
+    places = f"{tree / 'kvswap_torch' / 'share' / 'cmake'};{torch / 'torch'}"
+    run("cmake", "-S", tree / "examples" / "libtorch", "-B", build, "-GNinja",
+        f"-DCMAKE_PREFIX_PATH={places}")  # fmt: skip
+    run("cmake", "--build", build)
