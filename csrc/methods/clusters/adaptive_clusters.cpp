@@ -112,8 +112,7 @@ void AdaptiveClusters::truncate(int64_t tokens) {
   table_.truncate(tokens);
   waiting_.truncate(tokens);
   end_step();
-  if (tokens > 0) return;
-  threshold_.reset();
+  if (table_.count() == 0) threshold_.reset();
   for (; left_ < std::min<int64_t>(options_.sink_tokens, table_.place().size()); ++left_) {
     put_outside(left_);
   }

@@ -84,7 +84,8 @@ class AdaptiveClusters {
   void end_step();
 
   /// Tokens from this one on stand in the tail again. Clusters are not what they would be had the
-  /// tokens never come: splits stay. Without any token left it begins anew.
+  /// tokens never come: splits stay, and a number that is emptied below one that is not stays
+  /// taken. Sinks stay outside. Without any cluster left it begins anew.
   void truncate(int64_t tokens);
 
  private:

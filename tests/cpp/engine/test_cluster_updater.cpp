@@ -31,6 +31,26 @@ TEST_P(Clustered, LivesAsTheReferenceDoes) {
   }
 }
 
+/// Crops of a few tokens at a time, down to the last: into groups, clusters and those that wait.
+TEST_P(Clustered, IsCroppedAnywhere) {
+  for (const int64_t most : {7, 40}) {
+    ClusterRun run(options(), 5);
+    run.append(2, 130);
+    for (int i = 0; i < 15 && !HasFatalFailure(); ++i) run.step(2, run.run().draw(1, 4));
+    while (run.engine().positions(0) > 1 && !HasFatalFailure()) {
+      const int64_t positions = run.engine().positions(0);
+      run.run().crop(std::max<int64_t>(1, positions - run.run().draw(1, most)));
+      run.check_all();
+      const int64_t next = run.run().draw(0, 9);
+      if (next < 3 && !HasFatalFailure()) run.step(2, run.run().draw(1, 3));
+      if (next == 3 && most > 20 && !HasFatalFailure()) run.append(2, 20);
+    }
+    run.append(2, 90);
+    for (int i = 0; i < 6 && !HasFatalFailure(); ++i) run.step(2, 1);
+    run.check_all();
+  }
+}
+
 TEST_P(Clustered, AuditsTellWhatWasMissed) {
   EngineOptions options = this->options();
   options.audit_every = 1;

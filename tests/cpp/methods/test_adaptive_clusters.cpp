@@ -39,9 +39,10 @@ struct Keys {
   std::vector<float> numbers;
 };
 
-/// What must hold after every call.
+/// What must hold after every call. Of a cropped row centroids may be of tokens that are gone, and
+/// a cluster may have lost all of its own.
 void check(const AdaptiveClusters& row, const Keys& keys, const ClusterOptions& options,
-           int64_t left) {
+           int64_t left, bool is_cropped = false) {
   const ClusterTable& table = row.table();
   const auto tokens = static_cast<int64_t>(table.place().size());
   ASSERT_EQ(row.left(), std::max(left, std::min(options.sink_tokens, tokens)));
@@ -69,11 +70,12 @@ void check(const AdaptiveClusters& row, const Keys& keys, const ClusterOptions& 
   for (int64_t c = 0; c < table.count(); ++c) {
     ASSERT_EQ(members[c], members_of(row, c));
     ASSERT_EQ(static_cast<int64_t>(members[c].size()), table.size()[c]);
-    ASSERT_GE(table.size()[c], 1);
+    ASSERT_GE(table.size()[c], is_cropped ? 0 : 1);
+    ASSERT_LE(table.comparable()[c], table.size()[c]);
     ASSERT_LE(table.size()[c], options.cluster_tokens_max);
     table.centroid(c, centroid);
     // Static ones stay what the prompt's were.
-    if (options.update == ClusterUpdate::kStatic) continue;
+    if (options.update == ClusterUpdate::kStatic || is_cropped) continue;
     const MeanVariance expected = mean_variance(keys.rows(), members[c]);
     const double scale = std::max(1.0, expected.variance);
     ASSERT_NEAR(table.variance()[c], expected.variance, 1e-4 * scale);
@@ -112,6 +114,99 @@ TEST(AdaptiveClusters, EveryTokenIsInExactlyOnePlaceOverARandomLife) {
       check(row, keys, options, end);
     }
     if (testing::Test::HasFatalFailure()) return;
+  }
+}
+
+void expect_same_bits(const AdaptiveClusters& one, const AdaptiveClusters& other, int64_t width);
+
+/// A crop, and what it must leave: every earlier token where it was, and numbers for new clusters.
+void crop(AdaptiveClusters& row, const Keys& keys, const ClusterOptions& options, int64_t cut) {
+  SCOPED_TRACE("crop to " + std::to_string(cut));
+  const std::vector<int32_t> before(row.table().place().begin(), row.table().place().end());
+  row.truncate(cut);
+  check(row, keys, options, cut, true);
+  if (testing::Test::HasFatalFailure()) return;
+  ASSERT_TRUE(std::equal(before.begin(), before.begin() + cut, row.table().place().begin()));
+  const auto sizes = row.table().size();
+  ASSERT_TRUE(sizes.empty() || sizes.back() > 0);
+  for (const auto& [cluster, token] : row.waiting().all()) {
+    ASSERT_LT(token, cut);
+    if (cluster == PendingTokens::kNoCluster) continue;
+    ASSERT_LT(cluster, row.table().count());
+    ASSERT_GT(row.table().size()[cluster], 0);
+  }
+  ASSERT_TRUE(row.changed().empty());
+  ASSERT_TRUE(!sizes.empty() || !row.threshold());
+}
+
+TEST(AdaptiveClusters, EveryTokenIsInExactlyOnePlaceAfterEveryCrop) {
+  std::mt19937 generator(23);
+  for (int life = 0; life < 120 && !testing::Test::HasFatalFailure(); ++life) {
+    SCOPED_TRACE(life);
+    ClusterOptions options;
+    options.update = static_cast<ClusterUpdate>(life % 3);
+    options.cluster_tokens = 1 + generator() % 12;
+    options.cluster_tokens_max = options.cluster_tokens + generator() % 12;
+    options.split_factor = std::vector{0.2, 1.25, 4.0}[generator() % 3];
+    options.pending_tokens = generator() % 6;
+    options.sink_tokens = generator() % 9;
+    const int64_t tokens = 600 + generator() % 300;
+    const Keys keys(static_cast<Kind>(life % 5), tokens, std::vector{1, 2, 16}[generator() % 3],
+                    life);
+    AdaptiveClusters row(keys.width, tokens, options);
+    row.enter_prompt(keys.rows(), 520 + generator() % 60, {});
+    const auto decode = [&](int64_t steps) {
+      for (; steps > 0 && row.left() < tokens && !testing::Test::HasFatalFailure(); --steps) {
+        const int64_t end = std::min<int64_t>(tokens, row.left() + 1 + generator() % 4);
+        std::vector<int64_t> read;
+        for (int64_t c = 0; c < row.table().count(); ++c) {
+          if (generator() % 5 == 0) read.push_back(c);
+        }
+        row.enter(keys.rows(), end, read);
+        check(row, keys, options, end, true);
+      }
+    };
+    decode(20);
+    // Every position once, on a copy that goes on; and further and further down in one.
+    for (int64_t cut = life % 7; cut < row.left(); cut += 7) {
+      AdaptiveClusters copy = row;
+      crop(copy, keys, options, cut);
+      std::swap(copy, row);
+      if (cut % 3 == 0) decode(3);
+      std::swap(copy, row);
+      if (testing::Test::HasFatalFailure()) return;
+    }
+    while (row.left() > options.sink_tokens && !testing::Test::HasFatalFailure()) {
+      crop(row, keys, options, row.left() - std::min<int64_t>(row.left(), 1 + generator() % 60));
+      if (generator() % 3 == 0) decode(4);
+      if (generator() % 4 == 0) {
+        const int64_t end = std::min<int64_t>(tokens, row.left() + 40);
+        row.enter_prompt(keys.rows(), end, {});
+        check(row, keys, options, end, true);
+      }
+    }
+    if (testing::Test::HasFatalFailure()) return;
+    // As if nothing had been before.
+    AdaptiveClusters fresh(keys.width, tokens, options);
+    row.truncate(0);
+    fresh.enter_prompt(keys.rows(), tokens, {});
+    row.enter_prompt(keys.rows(), tokens, {});
+    expect_same_bits(row, fresh, keys.width);
+    EXPECT_EQ(row.threshold(), fresh.threshold());
+  }
+}
+
+/// What is left of the first tokens alone is no cluster.
+TEST(AdaptiveClusters, SinksStaySinksWhereverACropCuts) {
+  const Keys keys(Kind::kNormal, 600, 4, 3);
+  const ClusterOptions options{.cluster_tokens = 8, .cluster_tokens_max = 16, .sink_tokens = 6};
+  for (int64_t cut = 0; cut <= 8; ++cut) {
+    AdaptiveClusters row(4, 600, options);
+    row.enter_prompt(keys.rows(), 600, {});
+    row.truncate(cut);
+    EXPECT_EQ(row.left(), std::max<int64_t>(cut, 6));
+    row.enter_prompt(keys.rows(), 600, {});
+    for (int64_t token = 0; token < 6; ++token) EXPECT_EQ(row.table().place()[token], kInSinks);
   }
 }
 
