@@ -1,1 +1,1 @@
-"""Five kinds of new users, each typing what its page of docs/first-hour says."""
+"""Kinds of new users, each typing what its page of docs/first-hour says."""

@@ -1,4 +1,4 @@
-"""The first hour of five kinds of users, typed: ``make first-hour``.
+"""The first hour of six kinds of users, typed: ``make first-hour``.
 
     python -m tests.first_hour [USER ...] [--wheel FILE] [--out FILE] [--into FOLDER]
 

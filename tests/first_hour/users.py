@@ -1,4 +1,4 @@
-"""What each of the five users brings along, types and must come to."""
+"""What each of the users brings along, types and must come to."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from pathlib import Path
 
 from tests.first_hour.typist import PAGES, Typist, WentWrongError, must_say
 from tests.packaging.run_docs import ROOT, blocks
+from tools.real_model.source import RealModelError, fetch
 
 MODEL = ROOT / "examples" / "reference_model"
 QUESTION = "What is the secret of the amber falcon?"
 ANSWER = "copper lantern"
 BOOK_CHARACTERS = 20_000
+SHORT_CHARACTERS = 5_000  # for a model that loses a fact in a longer text
+GGUF_FOLDER = ROOT / "build" / "models" / "downloads"
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,10 @@ class Given:
         }
 
 
-def book(folder: Path) -> None:
+def book(folder: Path, characters: int = BOOK_CHARACTERS) -> None:
     """A manual with a fact in its middle."""
     text = (MODEL / "documents" / "perl_operators.txt").read_text(encoding="utf-8")
-    lines = text[:BOOK_CHARACTERS].splitlines()
+    lines = text[:characters].splitlines()
     lines.insert(len(lines) // 2, f"The secret of the amber falcon is {ANSWER}.")
     (folder / "book.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -51,11 +54,25 @@ def few_bits(folder: Path, given: Given) -> Typist:
     return _over_a_book("few-bits", folder, given)
 
 
+def gguf(folder: Path, given: Given) -> Typist:
+    """A model that others trained, as one file."""
+    GGUF_FOLDER.mkdir(parents=True, exist_ok=True)
+    try:
+        model = fetch(GGUF_FOLDER, print)
+    except RealModelError as error:
+        raise WentWrongError(str(error)) from error
+    own = {"--model MODEL.gguf": f"--model {model}"}
+    return _over_a_book("gguf", folder, given, own, SHORT_CHARACTERS)
+
+
 def _over_a_book(
-    page: str, folder: Path, given: Given, more: dict[str, str] | None = None
-) -> Typist:
-    book(folder)
-    own = {"--model DIR": f"--model {MODEL}", "Who tells it?": QUESTION}
+    page: str, folder: Path, given: Given, more: dict[str, str] | None = None,
+    characters: int = BOOK_CHARACTERS,
+) -> Typist:  # fmt: skip
+    book(folder, characters)
+    own = {"Who tells it?": QUESTION}
+    if "--model DIR" in _page(page):
+        own["--model DIR"] = f"--model {MODEL}"
     words = _pip_once(given.words()) | own | (more or {})
     words.pop("kvswap_torch-*.whl")
     wheel = {"$(ls kvswap_torch-*.whl)": str(given.wheel), "kvswap_torch-*.whl": str(given.wheel)}
@@ -184,5 +201,5 @@ def _pip_once(words: dict[str, str]) -> dict[str, str]:
 
 USERS: dict[str, Callable[[Path, Given], Typist]] = {
     "laptop": laptop, "researcher": researcher, "cpp": cpp, "operator": operator,
-    "few-bits": few_bits,
+    "few-bits": few_bits, "gguf": gguf,
 }  # fmt: skip

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.first_hour.users import USERS
 from tests.packaging.run_docs import NEVER, PAGES, ROOT, Block, blocks, commands, run_block, scripts
 
 README_LINES_MAX = 150
@@ -133,6 +134,11 @@ def test_output_is_shown_after_what_is_typed() -> None:
         for block in blocks(page):
             assert block.language != "output" or before in ("text", "sh"), block.name
             before = block.language
+
+
+def test_every_page_of_a_first_hour_has_its_user() -> None:
+    pages = {path.stem for path in (ROOT / "docs" / "first-hour").glob("*.md")}
+    assert pages == set(USERS)
 
 
 def test_a_cpp_program_s_page_names_the_torch_that_wheels_are_built_for() -> None:
