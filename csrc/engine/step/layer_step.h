@@ -71,8 +71,8 @@ class LayerStep {
   /// that cannot be made is counted and reports no error: the layer's own selection reads again.
   Status submit_reads(const SpaceRequest& space);
   /// Submits reads of the last selection, most of which will be selected again: while the step is
-  /// idle, for a layer whose pages other layers had since. What fails is read by the layer's own
-  /// step.
+  /// idle, for a layer whose pages other layers had since. A read that fails is made
+  /// again by the layer's own step.
   void reload_last_selection(const SpaceRequest& space) { prefetch_.begin(space, chosen_); }
   /// Would choose() wait for the selector?
   bool is_choosing() const { return is_asking_selector_ && context_.selector->is_choosing(); }
