@@ -40,13 +40,13 @@ struct AttendArgs {
 
 /// One generation's KV cache on raw pointers: score -> select -> plan -> read -> attend.
 ///
-/// The torch-free heart: checks who calls and in which order, and leaves the work to its context.
+/// The torch-free heart: checks who calls and in which order, and leaves the work to its parts.
 /// csrc/kvswap/cache.h is its public face and documents the order of calls. Everything is
 /// allocated when the batch is known and charged to the ledger before.
 ///
-/// Callers' sequences and the context' are the same, but where KV heads choose apart (heads=each):
-/// then each KV head of a sequence is one of the logical sequences, `heads_apart` of them a
-/// caller's. Here the two meet: what is named `part` below counts the logical sequences.
+/// Callers' sequences and logical ones are the same, except with heads=each: then each KV head of a
+/// sequence is a logical sequence, `heads_apart` of them a caller's. Here the two meet; below the
+/// engine's face every `sequence` is a logical one.
 ///
 /// A Status that is_pending() (the disk hangs, or the call was asked to end) leaves everything as
 /// it was, reads in flight included: the same call may be made again. The destructor waits for

@@ -13,7 +13,7 @@ namespace kvswap {
 
 /// What changes in the middle of a session: its length, its sequences, its projections.
 ///
-/// Before any of it no choice is under way (StepCoordinator::settle). Each is all or nothing, but
+/// Before any of it no choice is under way (StepCoordinator::drain). Each is all or nothing, but
 /// for set_projection(), after whose failure the layer has none. Not thread-safe.
 class SequenceEditor {
  public:

@@ -10,7 +10,7 @@ namespace kvswap {
 
 class Batch;
 
-/// What all context of an engine reserve: memory_need().
+/// What all parts of an engine reserve: memory_need().
 using NeedOf = Arena (*)(const Plan& plan, const Extent& extent);
 
 /// The smallest kv_memory_bytes that holds what a plan's options need under it; what they have is
@@ -18,7 +18,7 @@ using NeedOf = Arena (*)(const Plan& plan, const Extent& extent);
 int64_t least_budget(const Plan& plan, const Extent& extent, NeedOf need);
 
 /// All arithmetic of an engine's ledger: what is charged before it is allocated, and what is
-/// released once it is freed. What is charged is what context reserve: `need` counts that.
+/// released once it is freed. What is charged is what parts reserve: `need` counts that.
 ///
 /// A failed charge leaves the ledger as it was. Not thread-safe.
 class MemoryReservations {

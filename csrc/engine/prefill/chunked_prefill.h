@@ -23,7 +23,7 @@ struct PrefixWalk {
 /// Chunks that attend everything before them, which streams by: a prefill's, and any in a layer
 /// that never chooses and has outgrown its pages.
 ///
-///   prepare(...), walk(...) for each part, Engine::append(), end(...)
+///   prepare(...), walk(...) for each sequence, Engine::append(), end(...)
 /// or the same with append() first, which prepares by itself. Not thread-safe.
 class ChunkedPrefill {
  public:

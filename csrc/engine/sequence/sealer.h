@@ -17,7 +17,7 @@ namespace kvswap {
 /// e4m3 are encoded on the way; summaries and sinks are made of what they are encoded from.
 ///
 /// States of a run: staged -> entered -> sent -> handed over. Between entered and handed over its
-/// bytes may still be on a device: settle() comes before anything of it is read or truncated.
+/// bytes may still be on a device: drain() comes before anything of it is read or truncated.
 /// Not thread-safe.
 class Sealer {
  public:

@@ -84,7 +84,7 @@ class RecallAudit {
   std::vector<int32_t> queries_at_;  // [audit_groups]
   std::vector<int64_t> drawn_;       // [heads_apart]: groups
   std::vector<int64_t> others_;      // [heads_apart]: groups that were not selected
-  std::vector<int32_t> sample_;      // of one part
+  std::vector<int32_t> sample_;      // of one sequence
   std::vector<float> attended_;      // [batch, heads, queries]
   std::vector<float> log_sums_;      // [audit_groups, heads, queries]
   std::vector<std::byte> output_;    // [audit_groups, queries, heads, head_dim]: not used

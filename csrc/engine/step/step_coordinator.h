@@ -11,7 +11,7 @@ namespace kvswap {
 /// The steps of all layers, and what they share: one selector, and places for loads to land.
 ///
 /// A layer that looks ahead while the one before it has yet to choose, with its own query, reads
-/// behind that one, which waits for the disk next. settle() comes before anything else happens to
+/// behind that one, which waits for the disk next. drain() comes before anything else happens to
 /// the session: it submits such reads, and completes the choice that look_ahead() has left to a
 /// device. With look_ahead=verify every layer has yet to choose, so that what a layer lacks is read
 /// before the next one's prefetch. Not thread-safe.

@@ -16,7 +16,7 @@
 namespace kvswap {
 
 /// Summaries of rows on the host, one choice for all heads, top-k of the groups' scores. Which rows
-/// they are, and what a query becomes, is for SummaryEncoder to say; Summaries stores them.
+/// they are, and what a query becomes, is for SummaryEncoder to say; SummaryStore has them.
 ///
 /// The score is the largest product in the group (KVSwap 3.3), in one stage or two (see
 /// product_scorer.h); by mass, each head has its softmax over what may be chosen first (see

@@ -65,8 +65,8 @@ struct SummarySlice {
 /// What stays in memory of sealed tokens, and what a query becomes to score it: a row's score is
 /// its inner product with the asked vector, so that one kernel scores the rows of every method.
 ///
-/// Only computes, but for what it needs beside the rows (projections). Summaries stores the rows,
-/// shares them between sequences, crops and counts them. Not thread-safe, but for write().
+/// Only computes, but for what it needs beside the rows (projections). SummaryStore stores the
+/// rows, shares them between sequences, crops and counts them. Not thread-safe, but for write().
 class SummaryEncoder {
  public:
   virtual ~SummaryEncoder() = default;
