@@ -10,7 +10,7 @@ Status Appender::check_length(const char* where, int64_t tokens) const {
   const int64_t most = context_.options.select_queries_max;
   if (pass_ == Pass::kPrefill || tokens <= most) return Status::ok();
   return Status::invalid(std::string(where) +
-                         ": a decode pass must be of at most select_queries_max (" +
+                         ": a decode pass must be of at most selection.max_step_tokens (" +
                          std::to_string(most) + ") tokens, got " + std::to_string(tokens) +
                          "; begin_pass() as a prefill attends exactly");
 }

@@ -31,23 +31,24 @@ Result<std::unique_ptr<DataFile>> open_own(const EngineOptions& options) {
   return options.wrap_file ? options.wrap_file(std::move(opened.value())) : std::move(opened);
 }
 
-/// Small records are what heads=each and records=fp8 make; where neither is set, the layout tells.
+/// Small records are what heads apart and records of e4m3 make; without them the layout tells.
 Status check_group_tokens(const EngineOptions& options, int64_t alignment_bytes) {
   const int64_t tokens_min = options.group_tokens_min(alignment_bytes);
   const bool is_each = options.heads == "each";
   const bool is_float8 = options.has_float8_records();
   if (!(is_each || is_float8) || options.group_tokens >= tokens_min) return Status::ok();
-  const std::string settings = is_each && is_float8 ? "heads=each and records=fp8"
-                               : is_each            ? "heads=each"
-                                                    : "records=fp8";
+  const std::string settings = is_each && is_float8
+                                   ? "selection.heads per_head and storage.kv_dtype fp8_e4m3"
+                               : is_each ? "selection.heads per_head"
+                                         : "storage.kv_dtype fp8_e4m3";
   return Status::invalid(
-      "session: with " + settings + " group_tokens must be at least " + std::to_string(tokens_min) +
-      ", so that a group " + (is_each ? "of one KV head " : "") + "fills at least half of the " +
-      std::to_string(alignment_bytes) + " bytes that the disk reads at once, got " +
-      std::to_string(options.group_tokens) + " (" + std::to_string(options.payload_bytes()) +
-      " bytes); raise it, or " +
-      (is_each ? "let all heads choose together (heads=all)"
-               : "keep the model's dtype (records=model)"));
+      "session: with " + settings + " selection.group_tokens must be at least " +
+      std::to_string(tokens_min) + ", so that a group " + (is_each ? "of one KV head " : "") +
+      "fills at least half of the " + std::to_string(alignment_bytes) +
+      " bytes that the disk reads at once, got " + std::to_string(options.group_tokens) + " (" +
+      std::to_string(options.payload_bytes()) + " bytes); raise it, or " +
+      (is_each ? "let all heads choose together (selection.heads joint)"
+               : "keep the model's dtype (storage.kv_dtype auto)"));
 }
 
 /// Where records stand in it.

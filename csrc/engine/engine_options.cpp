@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine/retention_plan.h"
+#include "engine/setting_names.h"
 #include "engine/settings_check.h"
 #include "memory/arena.h"
 #include "memory/replacement.h"
@@ -29,15 +30,16 @@ Status check_looks(const EngineOptions& options) {
   if (every == 0) return Status::ok();
   const std::string got = ", got one that looks every " + std::to_string(every) + " steps";
   if (options.device) {
-    return Status::invalid("session: audit_every must be 0 on a device, and missed_mass_max null" +
-                           got + "; groups are audited on the CPU only");
+    return Status::invalid(
+        "session: audit must be left out on a device, and its max_missed_mass too" + got +
+        "; groups are audited on the CPU only");
   }
   for (int64_t layer = 0; layer < options.layers; ++layer) {
     if (!is_exact(options, layer)) return Status::ok();
   }
   return Status::invalid(
-      "session: audit_every must be 0 where exact_layers has every layer, and missed_mass_max "
-      "null, since nothing is selected that could be missed" +
+      "session: audit must be left out where selection.dense_layers has every layer, "
+      "since nothing is selected that could be missed" +
       got);
 }
 
@@ -47,21 +49,23 @@ Status check_division(const EngineOptions& options) {
   if (!shares.empty()) {
     const bool is_any = std::any_of(shares.begin(), shares.end(), [](double x) { return x > 0; });
     if (static_cast<int64_t>(shares.size()) != options.layers || !is_any) {
-      return Status::invalid("session: keep_layer_shares must be one number for each layer (" +
-                             std::to_string(options.layers) + "), one of them above 0, got " +
-                             std::to_string(shares.size()));
+      return Status::invalid(
+          "session: retention.layer_weights must be one number for each layer (" +
+          std::to_string(options.layers) + "), one of them above 0, got " +
+          std::to_string(shares.size()));
     }
   }
   const std::vector<int64_t>& heads = options.keep_heads;
   if (heads.empty()) return Status::ok();
   if (heads.back() >= options.layers * options.query_heads) {
-    return out_of_range("keep_heads", 0, options.layers * options.query_heads - 1, heads.back());
+    return out_of_range("retention.scoring_heads", 0, options.layers * options.query_heads - 1,
+                        heads.back());
   }
   for (int64_t layer = 0; layer < options.layers; ++layer) {
     const auto first = std::lower_bound(heads.begin(), heads.end(), layer * options.query_heads);
     if (first != heads.end() && *first < (layer + 1) * options.query_heads) continue;
     return Status::invalid(
-        "session: keep_heads must name a head of each layer, got none of layer " +
+        "session: retention.scoring_heads must name a head of each layer, got none of layer " +
         std::to_string(layer));
   }
   return Status::ok();
@@ -76,9 +80,10 @@ Status check_one_side(const EngineOptions& options) {
                            "keep the cache in host memory");
   }
   if (options.has_float8_records() || RetentionPlan(options).has_float8) {
-    return Status::invalid(
-        where + "tokens must be kept in the model's dtype, got records=" + options.records +
-        " and keeper=" + options.keeper + ", which keep some in e4m3");
+    return Status::invalid(where +
+                           "tokens must be kept in the model's dtype, got storage.kv_dtype " +
+                           file_word("records", options.records) + " and retention.policy " +
+                           file_word("keeper", options.keeper) + ", which keep some in e4m3");
   }
   return Status::ok();
 }
@@ -101,14 +106,14 @@ Status EngineOptions::validate() const {
       {"max_context", -1, kContextMax, max_context},
       {"max_batch", -1, kBatchMax, max_batch},
   };
-  const Status checked = check_settings(*this);
+  const Status checked = check_settings(*this, names_of_paths());
   if (!checked.is_ok()) return Status::invalid("session: " + checked.message());
   // A word that the table has and this build does not know.
   if (!parse_replacement(replacement) || !parse_io_mode(io_mode) || !parse_reader_kind(reader) ||
       (device_model && !find_device_model(*device_model))) {
     return Status::invalid(
-        "session: replacement, io_mode, reader and device_model must be known, "
-        "got " +
+        "session: memory.replacement, storage.io_mode, storage.io_backend and "
+        "storage.simulated_device must be known, got " +
         replacement + ", " + io_mode + ", " + reader + " and " + device_model.value_or("none"));
   }
   for (const Range& range : ranges) {
@@ -126,36 +131,39 @@ Status EngineOptions::validate() const {
   if (sides == 1) KVSWAP_RETURN_IF_ERROR(check_one_side(*this));
   if (device && has_clusters(*this)) {
     return Status::invalid(
-        "session: grouping must be 'runs' where pages are a device's, got 'clusters', which the "
-        "CPU alone has so far; keep the cache in host memory");
+        "session: clusters must be left out where pages are a device's, got some, which the CPU "
+        "alone has so far; keep the cache in host memory");
   }
   if (layout == "pools" && pages_a_cluster(method()) > kClusterPagesMax) {
-    return Status::invalid("session: with layout=pools cluster_tokens_max must be at most " +
-                           std::to_string(kClusterPagesMax) + " pages of group_tokens (" +
-                           std::to_string(kClusterPagesMax * group_tokens) + "), got " +
-                           std::to_string(cluster_tokens_max) +
-                           "; lower it, raise group_tokens, or leave out layout");
+    return Status::invalid(
+        "session: with storage.layout paired_pools clusters.max_tokens must be at "
+        "most " +
+        std::to_string(kClusterPagesMax) + " pages of selection.group_tokens (" +
+        std::to_string(kClusterPagesMax * group_tokens) + "), got " +
+        std::to_string(cluster_tokens_max) +
+        "; lower it, raise selection.group_tokens, or leave out storage.layout");
   }
   if (device && RetentionPlan(*this).has_layer_budgets) {
     return Status::invalid(
-        "session: keeper must not be 'cake' where pages are a device's, nor keep_layer_shares be "
-        "given, since the CPU alone divides kept pages among layers; keep the cache in host "
+        "session: retention.policy must not be 'cake' where pages are a device's, nor be "
+        "given layer_weights, since the CPU alone divides kept pages among layers; keep the cache "
+        "in host "
         "memory");
   }
   KVSWAP_RETURN_IF_ERROR(check_method(method()));
   KVSWAP_RETURN_IF_ERROR(check_context(*this, max_context));
   if (SummaryKind::find(rows)->takes_projections && static_cast<int64_t>(ranks.size()) != layers) {
-    return Status::invalid("session: ranks must have one number per layer (" +
+    return Status::invalid("session: summary.rank must have one number for each layer (" +
                            std::to_string(layers) + "), got " + std::to_string(ranks.size()));
   }
   for (const int64_t rank : ranks) {
-    if (rank < 1 || rank > width) return out_of_range("rank", 1, width, rank);
+    if (rank < 1 || rank > width) return out_of_range("summary.rank", 1, width, rank);
   }
   KVSWAP_RETURN_IF_ERROR(check_looks(*this));
   KVSWAP_RETURN_IF_ERROR(check_division(*this));
   // What a kernel chooses at once (kernels/cuda/kernels.h).
   if (device && groups_max > cuda::kTopKMax) {
-    return out_of_range("groups_max", 1, cuda::kTopKMax, groups_max);
+    return out_of_range("selection.top_k_groups", 1, cuda::kTopKMax, groups_max);
   }
   if (device && (head_dim > device->head_dim_max || head_dim % device->head_dim_unit != 0)) {
     return Status::invalid("session: head_dim must be a multiple of " +
@@ -176,26 +184,30 @@ Status EngineOptions::check_place() const {
         end + ", or keep the cache in host memory");
   }
   if (!drops()) {
-    return Status::invalid("session: directory must be given where every token is kept (rows=" +
-                           rows + ", keeper=" + keeper + "), got none" + end +
-                           ", or take what drops tokens: rows=none and a keeper");
+    return Status::invalid(
+        "session: directory must be given where every token is kept "
+        "(summary.kind " +
+        file_word("rows", rows) + ", retention.policy " + file_word("keeper", keeper) +
+        "), got none" + end +
+        ", or take what drops tokens: summary.kind none and a retention.policy");
   }
   if (!exact_layers.empty()) {
     return Status::invalid(
-        "session: exact_layers must be empty without a directory, since they attend everything, "
+        "session: selection.dense_layers must be empty without a directory, since they attend "
+        "everything, "
         "got some" +
         end);
   }
   if (RetentionPlan(*this).scores_all_tokens) {
     return Status::invalid(
-        "session: keep_scores must be attended without a directory, since what is dropped cannot "
-        "be read again, got disk" +
+        "session: retention.refresh_scores must be attended without a directory, since what is "
+        "dropped cannot be read again, got all_tokens" +
         end);
   }
   const Settings usual;
   const std::pair<const char*, bool> of_a_disk[] = {
-      {"device_model", device_model == usual.device_model},
-      {"disk_quota_bytes", disk_quota_bytes == usual.disk_quota_bytes},
+      {"storage.simulated_device", device_model == usual.device_model},
+      {"storage.max_disk_bytes", disk_quota_bytes == usual.disk_quota_bytes},
   };
   for (const auto& [name, is_usual] : of_a_disk) {
     if (is_usual) continue;
@@ -273,7 +285,8 @@ std::string why_no_prefetch(const EngineOptions& options) {
   const bool is_shared = options.resident_layers && *options.resident_layers < options.layers;
   // Of shared pages those of the layer are free until it attends.
   if (is_shared || options.pages_max > options.groups_max) return "";
-  return "pages_max (" + std::to_string(options.pages_max) + ") leaves no page beside groups_max";
+  return "memory.pages_per_layer (" + std::to_string(options.pages_max) +
+         ") leaves no page beside selection.top_k_groups";
 }
 
 LookAheadMode look_ahead_mode(const EngineOptions& options) {
@@ -309,9 +322,9 @@ Status check_context(const EngineOptions& options, int64_t tokens) {
   return Status::invalid(
       "session: the context must be at most " + std::to_string(most) + " tokens, got " +
       std::to_string(tokens) +
-      (clusters ? ", with cluster_tokens_max (" + std::to_string(options.cluster_tokens_max) +
-                      ") so far above cluster_tokens (" + std::to_string(options.cluster_tokens) +
-                      "); bring them nearer"
+      (clusters ? ", with clusters.max_tokens (" + std::to_string(options.cluster_tokens_max) +
+                      ") so far above clusters.target_tokens (" +
+                      std::to_string(options.cluster_tokens) + "); bring them nearer"
                 : ""));
 }
 

@@ -144,8 +144,9 @@ Status SequenceEditor::set_projection(int64_t layer, int64_t rank, const float* 
     return context_.selector->set_projection(layer, rank, keys, queries);  // refuses
   }
   if (context_.plan.is_exact(layer)) {
-    return Status::invalid("set_projection: layer " + std::to_string(layer) +
-                           " must choose to need one, and attends everything (exact_layers)");
+    return Status::invalid(
+        "set_projection: layer " + std::to_string(layer) +
+        " must choose to need one, and attends everything (selection.dense_layers)");
   }
   if (rank != context_.options.ranks[layer]) {
     return Status::invalid("set_projection: layer " + std::to_string(layer) + " must have rank " +

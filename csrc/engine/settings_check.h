@@ -1,18 +1,12 @@
 #pragma once
 
-#include <functional>
 #include <string>
 
+#include "engine/setting_names.h"
 #include "io/status.h"
 #include "kvswap/settings.h"
 
 namespace kvswap {
-
-/// What messages call a setting, and a word of it; none: as the struct has them.
-struct SettingNames {
-  std::function<std::string(const std::string& name)> name;
-  std::function<std::string(const std::string& name, const std::string& word)> word;
-};
 
 /// The first rule that a setting breaks, by the table of settings: "name: must be ..., got ...";
 /// ok: none.

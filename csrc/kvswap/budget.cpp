@@ -159,11 +159,12 @@ std::string too_small(const Request& request, const Uses& need, const Settings& 
   return "kv_memory_bytes: must be at least " + both(least) + " for max_context " +
          std::to_string(request.context) + " and max_batch " + std::to_string(request.batch) +
          ", got " + both(request.kv_memory_bytes) + ". The minimum is made of " + made_of +
-         predictor + ", with rank " + shown(smallest.rank) + " and " +
+         predictor + ", with summary.rank " + shown(smallest.rank) + " and " +
          std::to_string(smallest.groups_max) + " groups of " +
          std::to_string(smallest.group_tokens) +
-         " tokens. Lower max_context, max_batch, tail_tokens or group_tokens, or raise "
-         "kv_memory_bytes";
+         " tokens. Lower max_context, max_batch, selection.recent_tokens or "
+         "selection.group_tokens, or "
+         "raise kv_memory_bytes";
 }
 
 Settings fit_budget(const Request& request, const ModelShape& shape, const Settings& settings,

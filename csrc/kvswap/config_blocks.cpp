@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "engine/setting_names.h"
 #include "engine/settings_check.h"
 #include "kvswap/json_fields.h"
 #include "kvswap/settings_rules.h"
@@ -35,16 +36,6 @@ Words pairs_of(const char* text) {
   return pairs;
 }
 
-/// Of a setting by the struct's name; null: it is no field of a block.
-const ConfigPath* path_of(std::string_view name) {
-  for (const ConfigPath& path : kConfigPaths) {
-    if (path.name == name) return &path;
-  }
-  return nullptr;
-}
-
-std::string text_of(const ConfigPath& path) { return std::string(path.block) + "." + path.field; }
-
 const ConfigPolicy* policy_of(const Json& name) {
   // Not with name == policy.policy, which makes a value of the text and may not throw.
   const auto* text = name.get_ptr<const std::string*>();
@@ -69,36 +60,6 @@ std::string policies() {
   std::vector<std::string> names;
   for (const ConfigPolicy& policy : kConfigPolicies) names.emplace_back(policy.policy);
   return listed(names);
-}
-
-/// The keeper that a word of a file stands for, and of those that are two policies the first.
-std::string policy_of_keeper(const std::string& keeper) {
-  for (const ConfigPolicy& policy : kConfigPolicies) {
-    if (keeper == policy.keeper) return policy.policy;
-  }
-  return "none";
-}
-
-/// As a file of version 2 calls settings, in messages.
-SettingNames names_of_paths() {
-  return {.name =
-              [](const std::string& name) {
-                const ConfigPath* path = path_of(name);
-                return path                 ? text_of(*path)
-                       : name == "grouping" ? std::string("clusters")
-                       : name == "keeper"   ? std::string(kPolicyPath)
-                                            : name;
-              },
-          .word =
-              [](const std::string& name, const std::string& word) {
-                if (name == "grouping") return std::string(word == "runs" ? "absent" : "present");
-                if (name == "keeper") return policy_of_keeper(word);
-                const ConfigPath* path = path_of(name);
-                for (const auto& [ours, theirs] : pairs_of(path ? path->words : "")) {
-                  if (theirs == word) return ours;
-                }
-                return word;
-              }};
 }
 
 /// The block of that name, checked for fields that it does not have; null: there is none.
@@ -174,7 +135,7 @@ void forget_default_score(Json& fields) {
   if (find_field(fields, "selection") == nullptr) return;
   Json& selection = fields["selection"];
   const Json* score = find_field(selection, "score");
-  if (score != nullptr && *score == names_of_paths().word("score", usual)) selection.erase("score");
+  if (score != nullptr && *score == file_word("score", usual)) selection.erase("score");
 }
 
 }  // namespace
@@ -185,7 +146,7 @@ Settings settings_from_blocks(const Json& fields) {
   for (const ConfigBlock& block : kConfigBlocks) blocks[block.name] = block_of(fields, block);
   bool has_score = false;
   visit_settings([&](const char* name, auto member, const auto& rule) {
-    const ConfigPath* path = path_of(name);
+    const ConfigPath* path = config_path(name);
     const Json* block = path ? blocks.at(path->block) : nullptr;
     const Json* value = block ? find_field(*block, path->field) : nullptr;
     const bool is_score = std::string_view(name) == "score";
@@ -199,8 +160,8 @@ Settings settings_from_blocks(const Json& fields) {
     // Of the flat struct it is two settings that each may be empty.
     if (policy == "compresskv" && settings.rows != "none") {
       throw ConfigError(std::string(kPolicyPath) + ": must be left out where summary.kind is " +
-                        names_of_paths().word("rows", settings.rows) +
-                        ", since it belongs to none, got " + shown(policy));
+                        file_word("rows", settings.rows) + ", since it belongs to none, got " +
+                        shown(policy));
     }
   }
   settings.grouping = blocks.at("clusters") ? "clusters" : "runs";
@@ -226,20 +187,20 @@ Json blocks_of(const Settings& settings) {
     blocks[block.name] = block.is_optional ? Json() : Json::object();
   }
   const bool divides = !settings.keep_layer_shares.empty() || !settings.keep_heads.empty();
-  const ConfigPolicy* policy = policy_of(
-      settings.keeper == "observed" && divides ? "compresskv" : policy_of_keeper(settings.keeper));
+  const ConfigPolicy* policy =
+      policy_of(settings.keeper == "observed" && divides ? "compresskv"
+                                                         : file_word("keeper", settings.keeper));
   if (policy != nullptr) blocks["retention"] = {{"policy", policy->policy}};
   if (settings.grouping == "clusters") blocks["clusters"] = Json::object();
   if (settings.audit_every > 0 || settings.missed_mass_max) blocks["audit"] = Json::object();
-  const SettingNames names = names_of_paths();
   visit_settings([&](const char* name, auto member, const auto&) {
-    const ConfigPath* path = path_of(name);
+    const ConfigPath* path = config_path(name);
     if (path == nullptr || blocks[path->block].is_null()) return;
     const bool is_policy = std::string_view(path->block) == "retention";
     if (is_policy && !has_field(*policy, path->field)) return;
     Json value = to_json(settings.*member);
     if (*path->words != '\0') {
-      value = names.word(name, value.is_string() ? value.get<std::string>() : value.dump());
+      value = file_word(name, value.is_string() ? value.get<std::string>() : value.dump());
     }
     blocks[path->block][path->field] = value;
   });

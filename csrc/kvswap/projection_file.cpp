@@ -4,6 +4,7 @@
 #include <cmath>
 #include <map>
 
+#include "engine/setting_names.h"
 #include "kvswap/config_json.h"
 #include "kvswap/errors.h"
 #include "kvswap/safetensors.h"
@@ -34,8 +35,10 @@ void check_metadata(const std::string& where, const std::map<std::string, std::s
   const auto found = metadata.find("heads");
   const std::string calibrated_for = found == metadata.end() ? "all" : found->second;
   if (calibrated_for != heads) {
-    throw ConfigError(where + ": must be calibrated for heads=" + heads + ", was for heads=" +
-                      calibrated_for + "; calibrate for it, or leave projection_file out");
+    throw ConfigError(where + ": must be calibrated for selection.heads " +
+                      file_word("heads", heads) + ", was for " +
+                      file_word("heads", calibrated_for) +
+                      "; calibrate for it, or leave summary.projection_file out");
   }
   const auto text = metadata.find("model");
   ModelIdentity written_for;
@@ -47,7 +50,7 @@ void check_metadata(const std::string& where, const std::map<std::string, std::s
   const std::string told = differences(written_for, model);
   if (!told.empty()) {
     throw ConfigError(where + ": must be for the model it is used with, but was made for " + told +
-                      "; calibrate this model, or leave projection_file out");
+                      "; calibrate this model, or leave summary.projection_file out");
   }
 }
 
@@ -66,7 +69,7 @@ std::vector<float> read_matrix(const std::string& where, const SafetensorsFile& 
     for (const int64_t size : tensor.shape) shape.append(" ").append(std::to_string(size));
     throw ConfigError(where + ": " + name + " must be floats [" + std::to_string(width) +
                       ", at least " + std::to_string(rank) + "], got " + tensor.dtype + " of" +
-                      shape + "; calibrate again, or lower rank");
+                      shape + "; calibrate again, or lower summary.rank");
   }
   std::vector<float> matrix = first_columns(as_floats(tensor), width, tensor.shape[1], rank);
   if (!std::all_of(matrix.begin(), matrix.end(), [](float one) { return std::isfinite(one); })) {

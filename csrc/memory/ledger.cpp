@@ -9,10 +9,11 @@ Status Ledger::check(int64_t bytes, const std::string& what) const {
   KVSWAP_ASSERT(bytes >= 0);
   const int64_t needed = total() + bytes;
   if (limit_bytes_ < 0 || needed <= limit_bytes_) return Status::ok();
-  return Status::budget("kv_memory_bytes must hold " + what + ", which takes the session to " +
-                        std::to_string(needed) + " bytes; got " + std::to_string(limit_bytes_) +
-                        ": raise it to at least that, or lower rank, pages_max, the context or "
-                        "the batch");
+  return Status::budget(
+      "kv_memory_bytes must hold " + what + ", which takes the session to " +
+      std::to_string(needed) + " bytes; got " + std::to_string(limit_bytes_) +
+      ": raise it to at least that, or lower summary.rank, memory.pages_per_layer, the "
+      "context or the batch");
 }
 
 Status Ledger::charge(Use use, int64_t bytes, const std::string& what) {

@@ -13,7 +13,7 @@ Result<std::unique_ptr<Layout>> SequenceLayout::create(int64_t payload_bytes,
     return Status::invalid(
         "layout: a group's bytes must fill at least half of what the disk reads at once (" +
         std::to_string(alignment_bytes) + " bytes), got a group of " +
-        std::to_string(payload_bytes) + " bytes; raise group_tokens");
+        std::to_string(payload_bytes) + " bytes; raise selection.group_tokens");
   }
   return std::unique_ptr<Layout>(new SequenceLayout(record_bytes, layers, run_records));
 }

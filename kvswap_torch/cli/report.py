@@ -185,7 +185,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         facts.append(("attention missed", f"about {missed:.1%} (± {error:.1%})"))
     if excess := stats.get("missed_mass_excess"):
         facts.append(
-            ("above missed_mass_max", f"{excess:.1%} in the worst layer: more memory helps")
+            ("above audit.max_missed_mass", f"{excess:.1%} in the worst layer: more memory helps")
         )
     waited, hidden = stats.get("wait_seconds"), stats.get("hidden_seconds")
     if isinstance(waited, int | float) and isinstance(hidden, int | float) and waited + hidden > 0:

@@ -86,7 +86,7 @@ class PlugIns:
         """
         if self.group_scores is not None:
             raise ValueError(
-                f"{call}: rows must not be 'given' by group_scores, since what scores them is not "
+                f"{call}: summary.kind must not be 'user' by group_scores, since what scores them is not "
                 "saved; to_dynamic() copies the cache"
             )
 

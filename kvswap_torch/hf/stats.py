@@ -328,7 +328,7 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
             ("attention missed", f"{stats.missed_mass:.1%} ± {stats.missed_mass_error:.1%}")
         )
     if stats.missed_mass_excess:
-        rows.append(("above missed_mass_max", f"{stats.missed_mass_excess:.1%}"))
+        rows.append(("above audit.max_missed_mass", f"{stats.missed_mass_excess:.1%}"))
     if stats.preset:
         rows.insert(0, ("preset", stats.preset))
     if stats.probe:

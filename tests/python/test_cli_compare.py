@@ -63,7 +63,7 @@ def test_the_closing_line_says_what_the_cache_tells_and_no_more() -> None:
     line = closing_line(Run(1000, 2.0, [turn], told))
     assert "prefill 500 tokens/s · answers 4.0 tokens/s · KV on disk 2.00 MiB" in line
     assert "attention missed about 8.1% (± 1.3%)" in line
-    assert "above missed_mass_max 2.0% in the worst layer: more memory helps" in line
+    assert "above audit.max_missed_mass 2.0% in the worst layer: more memory helps" in line
     assert "of reading waited for 25%" in line
     silent = closing_line(Run(0, 0.5, [turn]))
     assert "opened in 0.50 s, nothing was read" in silent and "missed" not in silent

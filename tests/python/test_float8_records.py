@@ -210,7 +210,10 @@ def test_refusals_name_the_number(wide, tmp_path):
         dataclasses.replace(ROUNDED, records="e5m2")
     narrow = tiny_model("llama", head_dim=8, num_key_value_heads=1)
     with (
-        pytest.raises(ValueError, match="records=fp8 group_tokens must be at least [0-9]+, so"),
+        pytest.raises(
+            ValueError,
+            match="storage.kv_dtype fp8_e4m3 selection.group_tokens must be at least [0-9]+, so",
+        ),
         KVSwapCache(narrow, tmp_path, small) as cache,
     ):
         greedy(narrow, prompt(1, 20), cache)

@@ -130,7 +130,9 @@ def test_what_cannot_be_is_refused_by_name(tmp_path):
 def test_records_that_are_not_aligned_are_refused_with_what_is(tmp_path):
     model = tiny_model("llama", head_dim=16)
     config = dataclasses.replace(EACH, group_tokens=1)  # 128 bytes a record of one head
-    with pytest.raises(ValueError, match="with heads=each group_tokens must be at least") as error:
+    with pytest.raises(
+        ValueError, match="with selection.heads per_head selection.group_tokens must be at least"
+    ) as error:
         KVSwapCache(model, tmp_path, config)
     least = int(str(error.value).split("at least ")[1].split(",")[0])
     with pytest.raises(ValueError, match=f"at least {least}"):

@@ -331,9 +331,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with KVSwapCache(model, tmp_path, settings(), group_scores=Boxes()) as cache:
         with torch.no_grad():
             model(tokens_of(1, 60), past_key_values=cache)
-        with pytest.raises(ValueError, match="save: rows must not be 'given'"):
+        with pytest.raises(ValueError, match="save: summary.kind must not be 'user'"):
             cache.save(tmp_path / "saved")
-        with pytest.raises(ValueError, match="fork: rows must not be 'given'"):
+        with pytest.raises(ValueError, match="fork: summary.kind must not be 'user'"):
             cache.fork()
 
 

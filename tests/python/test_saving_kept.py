@@ -126,7 +126,9 @@ def test_scores_of_a_users_own_are_not_saved(tmp_path: Path) -> None:
     with KVSwapCache(model, tmp_path, config, token_scores=Scores()) as cache:
         greedy(model, prompt(1, 60), cache, tokens=4)
         for refused in (lambda: cache.save(tmp_path / "book"), cache.fork):
-            with pytest.raises(ValueError, match="keeper must not be 'given', since what scores"):
+            with pytest.raises(
+                ValueError, match="retention.policy must not be 'user', since what scores"
+            ):
                 refused()
     assert not (tmp_path / "book").exists()
 

@@ -285,7 +285,9 @@ def test_pages_that_are_mostly_padding_are_refused_with_the_numbers(tmp_path):
 
 def test_a_cluster_of_too_many_pages_is_refused_in_pools(tmp_path):
     more = {"layout": "pools", "group_tokens": 4, "cluster_tokens_max": 65}
-    with pytest.raises(ValueError, match=r"at most 16 pages of group_tokens \(64\), got 65"):
+    with pytest.raises(
+        ValueError, match=r"at most 16 pages of selection.group_tokens \(64\), got 65"
+    ):
         native(_with(tmp_path, more))
 
 
@@ -307,7 +309,7 @@ def test_texts_that_are_nothing_to_cluster(tmp_path, kind):
 
 
 def test_a_device_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match="grouping must be 'runs' where pages are a device's"):
+    with pytest.raises(ValueError, match="clusters must be left out where pages are a device's"):
         native(clustered(tmp_path, "all", "sum", {"device": "host"}))
 
 

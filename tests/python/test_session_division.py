@@ -108,9 +108,12 @@ def _dropped(made, seed: int) -> Twins:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"keep_layer_shares": (1.0,)}, "keep_layer_shares must be one number for each layer"),
+        (
+            {"keep_layer_shares": (1.0,)},
+            "retention.layer_weights must be one number for each layer",
+        ),
         ({"keep_layer_shares": (0.0,) * LAYERS}, "one of them above 0"),
-        ({"keep_heads": (LAYERS * HEADS,)}, "keep_heads must be"),
+        ({"keep_heads": (LAYERS * HEADS,)}, "retention.scoring_heads must be"),
         ({"keep_heads": (0,)}, "must name a head of each layer, got none of layer 1"),
     ],
 )

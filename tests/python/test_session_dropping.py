@@ -212,10 +212,13 @@ def test_what_is_gone_is_refused_by_name_and_nothing_changes():
     [
         ({}, "directory must be given where every token is kept"),
         ({"rows": "none"}, "directory must be given where every token is kept"),
-        ({"rows": "none", "keeper": "observed", "exact_layers": [0]}, "exact_layers must be empty"),
+        (
+            {"rows": "none", "keeper": "observed", "exact_layers": [0]},
+            "selection.dense_layers must be empty",
+        ),
         (
             {"rows": "none", "keeper": "observed", "keep_interval": 8, "keep_scores": "disk"},
-            "keep_scores must be attended",
+            "retention.refresh_scores must be attended",
         ),
     ],
 )

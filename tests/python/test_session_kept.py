@@ -255,7 +255,7 @@ def test_a_budget_that_cannot_hold_what_is_kept_names_the_least_and_its_parts(tm
     made = options(tmp_path, rows="box", keeper="observed", keep_tokens=4000)
     made.kv_memory_bytes, made.max_context, made.max_batch = 6 << 20, 5000, 1
     with pytest.raises(
-        BudgetError, match=r"must be at least \d+ .*kept \d+.*lower keep_tokens"
+        BudgetError, match=r"must be at least \d+ .*kept \d+.*lower retention.tokens"
     ) as told:
         native(made)
     named = [int(number) for number in re.findall(r"\d+", str(told.value))]

@@ -37,7 +37,8 @@ Status failed(const std::string& what, cudaError_t error) {
   const std::string text = what + ": CUDA must not fail, got " + cudaGetErrorName(error) + " (" +
                            cudaGetErrorString(error) + ")";
   if (error == cudaErrorMemoryAllocation) {
-    return Status::budget(text + "; lower kv_memory_bytes, pages_max, the context or the batch");
+    return Status::budget(
+        text + "; lower kv_memory_bytes, memory.pages_per_layer, the context or the batch");
   }
   return Status::storage(text, 0);
 }

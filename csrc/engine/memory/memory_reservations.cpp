@@ -172,8 +172,8 @@ Status MemoryReservations::check_room(const Extent& extent) const {
                           std::to_string(enough.kv_memory_bytes) + of + " (" +
                           uses_of(least, options.device.has_value()) + "), got " +
                           std::to_string(options.kv_memory_bytes) + "; raise it, or lower " +
-                          (need.of(Use::kRetained) > 0 ? "keep_tokens, " : "") +
-                          "pages_max, rank, the context or the batch");
+                          (need.of(Use::kRetained) > 0 ? "retention.tokens, " : "") +
+                          "memory.pages_per_layer, summary.rank, the context or the batch");
   }
   return context_.plan.drops ? Status::ok() : check_disk(extent, of);
 }
@@ -192,7 +192,7 @@ Status MemoryReservations::check_disk(const Extent& extent, const std::string& o
     }
   }
   if (options.disk_quota_bytes && disk_bytes > *options.disk_quota_bytes) {
-    return Status::budget("session: disk_quota_bytes must be at least " +
+    return Status::budget("session: storage.max_disk_bytes must be at least " +
                           std::to_string(disk_bytes) + of + ", got " +
                           std::to_string(*options.disk_quota_bytes));
   }

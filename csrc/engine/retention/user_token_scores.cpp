@@ -4,14 +4,16 @@
 #include <cmath>
 #include <string>
 
+#include "engine/setting_names.h"
+
 namespace kvswap {
 
 Status UserTokenScores::check(int64_t layer, const TokenScores& given) const {
   const EngineOptions& options = context_.options;
   const std::string shown = "give_worth: layer " + std::to_string(layer) + " ";
   if (!context_.retention.kind.is_given) {
-    return Status::invalid(shown + "must have keeper=given to be told what tokens are worth, has " +
-                           options.keeper);
+    return Status::invalid(shown + "must have retention.policy user to be told what tokens are worth, has " +
+                           file_word("keeper", options.keeper));
   }
   if (!context_.plan.keeps_tokens(layer)) {
     return Status::invalid(shown +

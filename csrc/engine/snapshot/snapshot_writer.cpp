@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "engine/setting_names.h"
 #include "engine/snapshot/saved_clusters.h"
 #include "engine/snapshot/saved_retention.h"
 #include "engine/snapshot/saved_reuse.h"
@@ -33,7 +34,7 @@ Status check_can_go_on(const EngineContext& context, const char* where) {
                            "is gone; open the cache with a path");
   }
   if (context.retention.pages > 0 && context.retention.kind.is_given) {
-    return Status::invalid(std::string(where) + ": keeper must not be '" + options.keeper +
+    return Status::invalid(std::string(where) + ": retention.policy must not be '" + file_word("keeper", options.keeper) +
                            "', since what scores its tokens is not saved; open the cache without "
                            "it");
   }
@@ -98,7 +99,7 @@ Result<bool> SnapshotWriter::link(SnapshotTarget& target) {
     });
     if (error == 0) error = -syscalls().fsync(fd);
     if (error != 0) {
-      return Status::storage("save: what was dropped must be overwritten (wipe_on_close), got " +
+      return Status::storage("save: what was dropped must be overwritten (storage.wipe_on_close), got " +
                                  errno_text(error) + storage_hint(error),
                              error, context_.options.directory);
     }

@@ -40,7 +40,7 @@ void AdaptiveTopK::warn(int64_t layer) {
   char text[256];
   std::snprintf(text, sizeof(text),
                 "kvswap: layer %lld misses about %.1f %% of its attention with all its %lld pages, "
-                "where missed_mass_max allows %.1f %%; give it more memory, or allow more",
+                "where audit.max_missed_mass allows %.1f %%; give it more memory, or allow more",
                 static_cast<long long>(layer), 100 * layers_[layer].missed,
                 static_cast<long long>(options_.pages_max), 100 * *options_.missed_mass_max);
   log_line(text);

@@ -27,7 +27,7 @@ Status SelectionOverride::check(const char* name, Groups& groups) const {
     std::sort(of_sequence.begin(), of_sequence.end());
     of_sequence.erase(std::unique(of_sequence.begin(), of_sequence.end()), of_sequence.end());
     if (static_cast<int64_t>(of_sequence.size()) > pages_max) {
-      return Status::invalid(where + "a sequence must have at most pages_max (" +
+      return Status::invalid(where + "a sequence must have at most memory.pages_per_layer (" +
                              std::to_string(pages_max) + ") " + name + ", got " +
                              std::to_string(of_sequence.size()));
     }

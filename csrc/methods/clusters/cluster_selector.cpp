@@ -41,13 +41,13 @@ ClusterSelector::ClusterSelector(const MethodOptions& options)
 
 Status ClusterSelector::set_projection(int64_t layer, int64_t, const float*, const float*) {
   return Status::invalid("set_projection: layer " + std::to_string(layer) +
-                         " must have rows that take projections (rows=low_rank), and has "
+                         " must have a summary.kind that takes projections (low_rank), and has "
                          "centroids");
 }
 
 Status ClusterSelector::give_scores(int64_t layer, const UserScores&) {
   return Status::invalid("give_scores: layer " + std::to_string(layer) +
-                         " must have rows=given to take scores, and scores its centroids");
+                         " must have summary.kind user to take scores, and scores its centroids");
 }
 
 int64_t ClusterSelector::scratch_bytes(const MethodOptions& options, int64_t batch,

@@ -82,7 +82,7 @@ Status KeySummary::own_last_chunk(int64_t rows) {
   if (chunk == nullptr) {
     return Status::budget("summary: " + std::to_string(shape_.chunk_bytes(room)) +
                           " bytes of memory must be available for the next tokens, and are not; "
-                          "lower rank, the context or the batch");
+                          "lower summary.rank, the context or the batch");
   }
   if (begun == 0) {
     chunks_.push_back(std::move(chunk));

@@ -37,7 +37,7 @@ Status LowRankEncoder::set_projection(int64_t layer, int64_t rank, const float* 
   auto memory = memory_->allocate(2 * bytes);
   if (memory == nullptr) {
     return Status::budget("set_projection: " + std::to_string(2 * bytes) +
-                          " bytes of memory must be available, and are not; lower rank");
+                          " bytes of memory must be available, and are not; lower summary.rank");
   }
   put(*memory_, dtype(), memory.get(), keys, width * rank);
   put(*memory_, dtype(), memory.get() + bytes, queries, width * rank);

@@ -114,33 +114,36 @@ bool has_device_kernels(const MethodOptions& options) {
 Status check_method(const MethodOptions& options) {
   const SummaryKind* kind = SummaryKind::find(options.rows);
   if (kind == nullptr) {
-    return Status::invalid("session: rows must be one of " + SummaryKind::names() + ", got '" +
-                           options.rows + "'");
+    return Status::invalid("session: summary.kind must be one of " + SummaryKind::names() +
+                           ", got '" + options.rows + "'");
   }
   if (!kind->takes_projections && !options.ranks.empty()) {
-    return Status::invalid("session: ranks must be left out with rows=" + options.rows +
-                           ", which have no rank; got " + std::to_string(options.ranks.size()));
+    return Status::invalid("session: summary.rank must be left out where summary.kind has none (" +
+                           options.rows + "), got " + std::to_string(options.ranks.size()));
   }
   const bool is_by_mass = options.score == Score::kMass || options.score == Score::kMaxMass;
   if (!kind->scores_by_mass && is_by_mass) {
-    return Status::invalid("session: score must be sum or max with rows=" + options.rows +
-                           ", which have no products of single tokens; got mass or max_mass");
+    return Status::invalid(
+        "session: selection.score must be logit_sum or logit_max where summary.kind has no "
+        "products of single tokens (" +
+        options.rows + "), got mass_sum or mass_max");
   }
   if (options.score_columns > 0 && (!kind->takes_projections || is_by_mass)) {
     return Status::invalid(
-        "session: score_columns must be left out but with rows=low_rank and score=sum or max, "
-        "got " +
+        "session: summary.coarse_rank must be left out but with low_rank and selection.score "
+        "logit_sum or logit_max, got " +
         std::to_string(options.score_columns));
   }
   const bool is_int4 = options.summary_dtype == DType::kInt4;
   if (!kind->takes_projections && is_int4) {
-    return Status::invalid("session: summary_dtype must be model or int8 with rows=" +
-                           options.rows + ", got int4, which low_rank rows alone have");
+    return Status::invalid(
+        "session: summary.dtype must be auto or int8 where summary.kind is not low_rank (" +
+        options.rows + "), got int4");
   }
   if (options.score_columns > 0 && is_int4) {
     return Status::invalid(
-        "session: score_columns must be left out with summary_dtype=int4, whose rows have not been "
-        "built for two stages; got " +
+        "session: summary.coarse_rank must be left out where summary.dtype is int4, which has "
+        "not been built for two stages, got " +
         std::to_string(options.score_columns));
   }
   return Status::ok();
@@ -158,14 +161,15 @@ void SummaryEncoder::ask_each_head(int64_t, const QueryView&, int64_t, float, fl
 
 Status SummaryEncoder::give(int64_t layer, const UserScores&) {
   return Status::invalid("give_scores: layer " + std::to_string(layer) +
-                         " must have rows=given to take scores, and scores its own rows");
+                         " must have summary.kind user to take scores, and scores its own rows");
 }
 
 void SummaryEncoder::take(int64_t, std::span<float>) { KVSWAP_ASSERT(false); }
 
 Status SummaryEncoder::set_projection(int64_t layer, int64_t, const float*, const float*) {
-  return Status::invalid("set_projection: layer " + std::to_string(layer) +
-                         " must have rows that take projections (rows=low_rank), and has others");
+  return Status::invalid(
+      "set_projection: layer " + std::to_string(layer) +
+      " must have a summary.kind that takes projections (low_rank), and has another");
 }
 
 }  // namespace kvswap

@@ -167,8 +167,9 @@ TEST(ClusteredContext, EndsWherePlacesNoLongerFit32Bits) {
   options.max_context = most + 1;
   const Status refused = Engine::create(options, nullptr).status();
   EXPECT_EQ(refused.code(), StatusCode::kInvalid);
-  EXPECT_NE(refused.message().find("cluster_tokens_max (4096) so far above cluster_tokens (4)"),
-            std::string::npos)
+  EXPECT_NE(
+      refused.message().find("clusters.max_tokens (4096) so far above clusters.target_tokens (4)"),
+      std::string::npos)
       << refused.message();
 
   // What a session that has promised no context asks before each append.

@@ -38,7 +38,7 @@ TEST(Passes, OnesThatDecodeAreNotTooLong) {
   read_prompt(run);
   const auto says = [](const Status& status) {
     EXPECT_EQ(status.code(), StatusCode::kInvalid);
-    return status.message().find("at most select_queries_max (4) tokens, got 5") !=
+    return status.message().find("at most selection.max_step_tokens (4) tokens, got 5") !=
            std::string::npos;
   };
   ASSERT_TRUE(run.engine().begin_pass(Pass::kDecode).is_ok());

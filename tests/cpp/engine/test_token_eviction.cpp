@@ -139,10 +139,10 @@ TEST(TokenEviction, RefusesWhatIsOfADisk) {
   EngineOptions options = dropping_options();
   EXPECT_EQ(told(options), "");
   options.device_model = "emmc";
-  EXPECT_NE(told(options).find("device_model must be left out"), std::string::npos);
+  EXPECT_NE(told(options).find("storage.simulated_device must be left out"), std::string::npos);
   options = dropping_options();
   options.disk_quota_bytes = 1 << 20;
-  EXPECT_NE(told(options).find("disk_quota_bytes must be left out"), std::string::npos);
+  EXPECT_NE(told(options).find("storage.max_disk_bytes must be left out"), std::string::npos);
   options.directory = "/tmp";
   EXPECT_EQ(told(options), "");
 }

@@ -381,7 +381,7 @@ TEST(Prefetch, WithoutAPageToSpareItIsOffByName) {
   decoding.steps(4);
   EXPECT_EQ(decoding.counters().groups_prefetched, 0u);
   EXPECT_EQ(engine_facts(decoding.engine()).at("look_ahead"),
-            "off: pages_max (6) leaves no page beside groups_max");
+            "off: memory.pages_per_layer (6) leaves no page beside selection.top_k_groups");
   EXPECT_FALSE(engine_counters(decoding.engine()).contains("prefetch_hits"));
   options.resident_layers = 2;  // its pages are another layer's until it attends
   Decoding shared(options, Prediction::kRight);

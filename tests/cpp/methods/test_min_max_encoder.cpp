@@ -245,7 +245,7 @@ TEST(MinMaxEncoder, WhatOtherRowsTakeIsRefusedByName) {
   MethodOptions options = box_options(4, DType::kFloat32);
   EXPECT_TRUE(check_method(options).is_ok());
   options.ranks = {8};
-  EXPECT_NE(check_method(options).message().find("ranks"), std::string::npos);
+  EXPECT_NE(check_method(options).message().find("summary.rank"), std::string::npos);
   options = box_options(4, DType::kFloat32);
   options.score = Score::kMass;
   EXPECT_NE(check_method(options).message().find("score"), std::string::npos);

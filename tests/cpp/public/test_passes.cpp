@@ -65,7 +65,7 @@ TEST(Passes, ALongOneIsNoStepOfDecoding) {
     cache.append(0, tokens);
     FAIL() << "9 tokens must be refused";
   } catch (const std::invalid_argument& error) {
-    EXPECT_NE(std::string(error.what()).find("at most select_queries_max (8) tokens, got 9"),
+    EXPECT_NE(std::string(error.what()).find("at most selection.max_step_tokens (8) tokens, got 9"),
               std::string::npos)
         << error.what();
   }
