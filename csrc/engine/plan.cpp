@@ -50,7 +50,7 @@ int64_t tail_pages(const Settings& settings) {
   const int64_t step = group_tokens - 1 + settings.select_queries_max;
   // What a step seals stands there until it has joined.
   const int64_t sealed =
-      RetentionPolicy::find(settings.keeper)->retains_online ? step / group_tokens : 0;
+      RetentionKind::find(settings.keeper)->retains_online ? step / group_tokens : 0;
   return (settings.tail_tokens + step + group_tokens - 1) / group_tokens + 1 + sealed;
 }
 

@@ -3,8 +3,22 @@
 #include <algorithm>
 #include <cmath>
 
+#include "methods/retention/retained_tokens.h"
+
 namespace kvswap {
 namespace {
+
+std::shared_ptr<const RetentionPolicy> policy_of(const EngineOptions& apart,
+                                                 const RetentionKind& kind) {
+  if (!kind.keeps_tokens) return nullptr;
+  return kind.make({.query_heads = apart.query_heads,
+                    .pool = apart.keep_pool,
+                    .variance_weight = apart.keep_variance,
+                    .low_watermark = apart.keep_slack,
+                    .ratio = apart.keep_ratio,
+                    .preference_temperatures = apart.keep_preference,
+                    .scoring_heads = apart.keep_heads});
+}
 
 int64_t pages_for(const EngineOptions& apart, int64_t tokens) {
   return (tokens + apart.group_tokens - 1) / apart.group_tokens;
@@ -31,12 +45,12 @@ int64_t layer_pages_of(const EngineOptions& apart, const RetentionPlan& plan) {
 
 int64_t numbers_of(const RetentionPlan& plan) {
   if (plan.pages == 0) return 0;
-  return plan.kind.is_given ? 2 : plan.scores_attended ? 1 : 0;
+  return plan.kind.scored_by == ScoredBy::kUser ? 2 : plan.scores_attended ? 1 : 0;
 }
 
-int64_t step_numbers_of(const EngineOptions& apart, const RetentionPlan& plan) {
+int64_t step_numbers_of(const RetentionPlan& plan) {
   if (plan.pages == 0 || (plan.numbers_a_token != 1 && !plan.kind.retains_online)) return 0;
-  return apart.keep_variance > 0 ? 2 : 1;
+  return plan.policy->needs_squares() ? 2 : 1;
 }
 
 int64_t bytes_of_group(const EngineOptions& apart, const RetentionPlan& plan) {
@@ -48,8 +62,10 @@ int64_t bytes_of_group(const EngineOptions& apart, const RetentionPlan& plan) {
 }  // namespace
 
 RetentionPlan::RetentionPlan(const EngineOptions& apart)
-    : kind(*RetentionPolicy::find(apart.keeper)),
-      scores_attended(apart.keep_interval > 0 && !kind.is_given && apart.keep_scores == "attended"),
+    : kind(*RetentionKind::find(apart.keeper)),
+      policy(policy_of(apart, kind)),
+      scores_attended(apart.keep_interval > 0 && kind.scored_by != ScoredBy::kUser &&
+                      apart.keep_scores == "attended"),
       scores_all_tokens(apart.keep_interval > 0 && apart.keep_scores == "disk"),
       shares_groups(apart.keep_share == "auto"),
       has_layer_budgets(kind.prefers_layers || !apart.keep_layer_shares.empty()),
@@ -62,7 +78,7 @@ RetentionPlan::RetentionPlan(const EngineOptions& apart)
       layer_pages(layer_pages_of(apart, *this)),
       entries(layer_pages * (has_float8 ? float8_a_room : 1)),
       numbers_a_token(numbers_of(*this)),
-      step_numbers(step_numbers_of(apart, *this)),
+      step_numbers(step_numbers_of(*this)),
       bytes_per_group(bytes_of_group(apart, *this)) {}
 
 int64_t RetentionPlan::refresh_bytes(int64_t groups, int64_t group_tokens) const {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "engine/engine_options.h"
 #include "methods/retention/retention_policy.h"
@@ -12,7 +13,8 @@ namespace kvswap {
 struct RetentionPlan {
   explicit RetentionPlan(const EngineOptions& apart);
 
-  const RetentionPolicy& kind;
+  const RetentionKind& kind;
+  std::shared_ptr<const RetentionPolicy> policy;  // null where it keeps no tokens
   // While decoding, are they chosen by the attention received those that were attended, or by all
   // that is on disk?
   bool scores_attended;

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvswap_torch.config.constraints import values_of
 from kvswap_torch.config.nested import PATHS, field_of
+from kvswap_torch.config.retention import POLICIES
 from kvswap_torch.config.v1 import PATHS as FIRST
 from kvswap_torch.config.v1 import VALUES
 
@@ -19,7 +20,8 @@ __all__ = ["NAMES", "WORDS", "default_of", "engine_value", "flat_settings", "ite
 NAMES = FIRST | {path.partition(".")[2]: path for path in PATHS if path not in set(FIRST.values())}
 # Words of the engine that are not version 1's: of a setting, word of a file -> the engine's.
 _LATER: dict[str, dict[str, Any]] = {
-    "keeper": {"compresskv": "observed"},
+    "keeper": {name: name for name in POLICIES if name not in VALUES["keeper"].values()}
+    | {"compresskv": "observed"},
     "look_ahead": {word: word for word in ("off", "trust", "verify")},
 }
 # The struct's own default of `score` is the engine's tests'; readers of files set version 2's.

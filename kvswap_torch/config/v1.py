@@ -309,7 +309,9 @@ def keepers_with(field: str) -> tuple[str, ...]:
     policies = [name for name, kind in POLICIES.items() if field in kind.__dataclass_fields__]
     if "compresskv" in policies and "snapkv" not in policies:
         policies.append("snapkv")
-    return tuple(word for word, name in VALUES["keeper"].items() if name in policies)
+    words = {name: word for word, name in VALUES["keeper"].items()}
+    later = [name for name in policies if name not in words and name != "compresskv"]
+    return tuple(word for name, word in words.items() if name in policies) + tuple(later)
 
 
 def _retention(flat: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,8 +1,9 @@
-"""A setting and a method, added to a copy of the sources as CONTRIBUTING.md says, work.
+"""A setting, a summary and a retention policy, added to a copy of the sources, work.
 
-The setting is one field of `SwapConfig`; the method one C++ file, one Python module, a line in each
-registry and its name among `SwapConfig.rows`. Everything else, files, rules, schema, C++ settings
-and the engine, takes them from there.
+They are added as CONTRIBUTING.md says. The setting is one field of `SwapConfig`; the summary one C++
+file, one Python module, a line in each registry and its name among `summary.kind`; the policy one
+C++ file, a line in its registry and a class of its settings. Everything else, files, rules, schema,
+C++ settings and the engine, takes them from there.
 """
 
 from __future__ import annotations
@@ -31,6 +32,18 @@ REGISTERED = """    SummaryKind{.name = "first", .source = "", .takes_projection
              .is_of_clusters = false,
              .on_device = nullptr, .shape = FirstEncoder::shape_of, .make = FirstEncoder::make},
 """
+POLICY = '''
+@documented
+@dataclass(frozen=True)
+class KNorm(Retention):
+    """Tokens whose keys are shortest."""
+
+    POLICY = "knorm"
+
+    tokens: int = _tokens()
+
+
+'''
 PROGRAM = """
 add_executable(additions main.cpp)
 target_link_libraries(additions PRIVATE kvswap_options kvswap_core)
@@ -73,6 +86,20 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     insert(methods / "__init__.py", "kvswap, quest, shadowkv\n", "first, ")
     line = '    "first": Method("first", "a test", False, first.group_scores),\n'
     insert(methods / "__init__.py", '    "given": Method(', line)
+
+    # The policy: its C++ file and its settings, and where both are registered.
+    policies = tree / "csrc" / "methods" / "retention"
+    shutil.copy(ADDED / "knorm.h", policies)
+    registry = policies / "retention_registry.cpp"
+    insert(
+        registry,
+        '#include "methods/retention/recent_only.h"',
+        '#include "methods/retention/knorm.h"\n',
+    )
+    insert(registry, "    &UserRetention::kKind,", "    &KNorm::kKind,\n")
+    retention = tree / "kvswap_torch" / "config" / "retention.py"
+    insert(retention, "#: Every policy by its name", POLICY)
+    insert(retention, "UserRetention)\n", "KNorm, ")
 
     # What `make schema` does.
     for name, said in (("settings.h", "settings"), ("settings_rules.h", "rules")):
@@ -154,4 +181,32 @@ keys, query = torch.load({str(tmp_path / "tensors.pt")!r})
 scores = METHODS["first"].group_scores(keys, torch.ones(keys.shape[1]).bool(), query, 4)
 print(*scores[0].topk(6).indices.sort().values.tolist())
 """
-    assert told.stdout.split()[1:] == run_python(tree, code).split()
+    assert told.stdout.splitlines()[0].split()[1:] == run_python(tree, code).split()
+
+
+def test_the_policy_retains_as_its_reference(tree: Path, tmp_path: Path) -> None:
+    tokens, retained, draw = 203, 12, torch.Generator().manual_seed(2)
+    keys = torch.randn(SHAPE["kv_heads"], tokens, SHAPE["head_dim"], generator=draw)
+    query = torch.randn(4, 1, SHAPE["head_dim"], generator=draw)
+    tmp_path.joinpath("keys.bin").write_bytes(keys.numpy().tobytes())
+    tmp_path.joinpath("query.bin").write_bytes(query.numpy().tobytes())
+    own = {"summary": {"kind": "none"}, "retention": {"policy": "knorm", "tokens": retained}}
+    told = ask(tree, tmp_path, CONFIG | own)
+    assert told.returncode == 0, told.stdout
+
+    sealed = (tokens - SELECTION["recent_tokens"]) // SELECTION["group_tokens"] * 4
+    norms = keys[:, :sealed].square().sum((0, 2))
+    attended = torch.cat(
+        [norms.topk(retained, largest=False).indices, torch.arange(sealed, tokens)]
+    )
+    seen = keys[:, attended].repeat_interleave(2, dim=0)
+    right = torch.nn.functional.scaled_dot_product_attention(query, seen, seen, scale=0.25)
+    output = torch.tensor([float(number) for number in told.stdout.splitlines()[1].split()])
+    torch.testing.assert_close(output.reshape(right.shape), right, rtol=1e-4, atol=1e-4)
+
+
+def test_a_policy_has_its_own_settings_alone(tree: Path, tmp_path: Path) -> None:
+    own = {"policy": "knorm", "tokens": 8, "window_size": 4}
+    told = ask(tree, tmp_path, CONFIG | {"summary": {"kind": "none"}, "retention": own})
+    assert told.returncode == 1
+    assert "retention.window_size: is not an option of policy 'knorm'" in told.stdout

@@ -10,7 +10,7 @@ namespace {
 
 std::vector<int64_t> most_of(const EngineOptions& options, const RetentionPlan& retention) {
   if (options.keep_layer_shares.empty()) {
-    const int64_t unit = retention.kind.keeps_outliers ? options.group_tokens : 1;
+    const int64_t unit = retention.kind.keeps_whole_groups ? options.group_tokens : 1;
     return std::vector<int64_t>(options.layers, retention.in_dtype_max / unit * unit);
   }
   return divide_by_share({.shares = options.keep_layer_shares,
@@ -96,7 +96,7 @@ std::vector<int64_t> LayerBudgets::tokens_of(int64_t first_part) const {
     }
     if (!is_weighed) continue;
     weighed.push_back(layer);
-    preferences.push_back(all.preference(options.keep_preference));
+    preferences.push_back(context_.retention.policy->preference(all));
     limits.push_back(candidates);
   }
   const std::vector<int64_t> divided =

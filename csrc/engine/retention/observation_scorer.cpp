@@ -26,7 +26,8 @@ void ObservationScorer::reserve(Arena& arena, const Plan& plan) {
   const int64_t block = 2 * plan.past_block_groups;
   const int64_t pages = block * (20 + plan.note_bytes);  // of ObservationBlock, masks and positions
   // Means, and with a variance squares, of one call and of a window's.
-  const bool has_sums = apart.keep_variance > 0 || !apart.keep_ratio || scores_each(plan);
+  const bool has_sums = retention.policy->needs_squares() || !apart.keep_ratio ||
+                        retention.policy->scores_query_heads();
   const int64_t copies = has_sums ? 4 : 1;
   const int64_t mean =
       copies * block * apart.kv_heads * apart.group_tokens * int64_t{sizeof(float)};
@@ -166,7 +167,8 @@ void ObservationScorer::score_survivors(int64_t layer, int64_t sequence, Block b
 
 void ObservationScorer::score_block(const Block& block) {
   const EngineOptions& options = context_.options;
-  if (scores_each(context_.plan)) return score_each_head(block);
+  const RetentionPolicy& policy = *context_.retention.policy;
+  if (policy.scores_query_heads()) return score_each_head(block);
   const ObservationWindow& window = *block.window;
   const int64_t tokens = block_.tokens();
   mean_.resize(options.kv_heads * tokens);
@@ -191,23 +193,27 @@ void ObservationScorer::score_block(const Block& block) {
       squares_[i] += share * square_[i];
     }
     if (scores_heads()) continue;
+    for (float& mean : mean_) mean *= static_cast<float>(queries);
     for (int64_t head = 0; head < options.kv_heads; ++head) {
-      for (int64_t token = 0; token < tokens; ++token) {
-        block.mass[block.position(token)] +=
-            static_cast<float>(queries) * mean_[head * tokens + token];
-      }
+      policy.add_scores({.layer = block.layer,
+                         .head = head,
+                         .samples = queries,
+                         .sums = std::span(mean_).subspan(head * tokens, tokens)},
+                        block.scores());
     }
   }
-  for (size_t i = 0; i < square_.size(); ++i) {
-    block.mass[block.position(static_cast<int64_t>(i) % tokens)] +=
-        importance_of(means_[i], squares_[i], options.keep_variance);
+  for (int64_t head = 0; scores_heads() && head < options.kv_heads; ++head) {
+    policy.add_scores({.layer = block.layer,
+                       .head = head,
+                       .sums = std::span(means_).subspan(head * tokens, tokens),
+                       .squares = std::span(squares_).subspan(head * tokens, tokens)},
+                      block.scores());
   }
   if (overlap_) score_overlap(block);
   if (!options.keep_ratio) score_shape(block);
 }
 
-/// What tokens score to each query head, summed over those that are asked: what its queries
-/// received, or CAKE (8), the mean of that and its variance.
+/// The same of each query head for itself.
 void ObservationScorer::score_each_head(const Block& block) {
   const EngineOptions& options = context_.options;
   const int64_t ratio = options.query_heads / options.kv_heads;
@@ -224,32 +230,25 @@ void ObservationScorer::score_each_head(const Block& block) {
       }
     }
     for (int64_t head = 0; head < options.kv_heads; ++head) {
-      if (is_asked(block.layer, head * ratio + of_group)) add_importance_of_head(block, head);
+      add_scores_of_head(block, head, of_group);
     }
   }
 }
 
-void ObservationScorer::add_importance_of_head(const Block& block, int64_t kv_head) {
+void ObservationScorer::add_scores_of_head(const Block& block, int64_t kv_head, int64_t of_group) {
+  const EngineOptions& options = context_.options;
   const int64_t tokens = block_.tokens();
-  const auto count = static_cast<float>(block.window->count);
-  for (int64_t token = 0; token < tokens; ++token) {
-    const int64_t place = kv_head * tokens + token;
-    float importance = means_[place];
-    if (context_.retention.kind.prefers_layers) {
-      const float mean = means_[place] / count;
-      const float apart = std::max(0.0f, squares_[place] - means_[place] * mean);
-      const float variance = count > 1 ? apart / (count - 1) : 0.0f;
-      importance = mean + static_cast<float>(context_.options.keep_variance) * variance;
-      if (token < block.before(tokens)) spread_.change += variance;
-    }
-    block.mass[block.position(token)] += importance;
+  const HeadAttention attention = {
+      .layer = block.layer,
+      .head = kv_head * (options.query_heads / options.kv_heads) + of_group,
+      .samples = block.window->count,
+      .sums = std::span(means_).subspan(kv_head * tokens, tokens),
+      .squares = std::span(squares_).subspan(kv_head * tokens, tokens)};
+  context_.retention.policy->add_scores(attention, block.scores());
+  if (!context_.retention.kind.prefers_layers) return;
+  for (int64_t token = 0; token < block.before(tokens); ++token) {
+    spread_.change += sample_variance(attention, token);
   }
-}
-
-bool ObservationScorer::is_asked(int64_t layer, int64_t head) const {
-  const std::vector<int64_t>& heads = context_.options.keep_heads;
-  const int64_t number = layer * context_.options.query_heads + head;
-  return heads.empty() || std::binary_search(heads.begin(), heads.end(), number);
 }
 
 /// Attention of one query of a window, of the same query head of each KV head, to mean_.

@@ -14,6 +14,7 @@
 #include "engine/retention/token_eviction.h"
 #include "engine/sequence/batch.h"
 #include "engine/sequence/tail.h"
+#include "methods/retention/arkv.h"
 #include "methods/retention/retention_policy.h"
 #include "methods/retention/top_k_overlap.h"
 
@@ -36,10 +37,10 @@ class ObservationScorer {
         block_(context.plan) {}
 
   /// Adds to `mass` ([sealed tokens], or [tokens] if it is summed from refresh to refresh) the
-  /// attention that each token received from the window's queries, summed over them. If heads are
-  /// scored alone it is importance_of() that. New tokens begin at 0. After an error a part of it is
-  /// added. Also sets the sequence's RetainedTokens::quality, spread and overlap, if the settings
-  /// ask for them.
+  /// attention that each token received from the window's queries, summed over them. What it is to
+  /// be scored by that says the RetentionPolicy. New tokens begin at 0. After an error a part of it
+  /// is added. Also sets the sequence's RetainedTokens::quality, spread and overlap, if the
+  /// settings ask for them.
   Status score(int64_t layer, int64_t sequence, std::vector<float>& mass);
 
   /// What it allocates.
@@ -59,6 +60,7 @@ class ObservationScorer {
     int64_t position(int64_t token) const {
       return positions == nullptr ? first_token + token : positions[token];
     }
+    BlockScores scores() const { return {mass, first_token, positions}; }
     /// How many of so many tokens are before the window.
     int64_t before(int64_t tokens) const {
       return positions == nullptr ? std::min(tokens, window->first_position - first_token) : tokens;
@@ -76,18 +78,13 @@ class ObservationScorer {
   void score_survivors(int64_t layer, int64_t sequence, Block block);
   void score_block(const Block& block);
   void score_each_head(const Block& block);
-  void add_importance_of_head(const Block& block, int64_t kv_head);
+  void add_scores_of_head(const Block& block, int64_t kv_head, int64_t of_group);
   void score_query(const ObservationWindow& window, int64_t query, int64_t of_group);
-  bool is_asked(int64_t layer, int64_t head) const;
   void score_overlap(const Block& block);
   void score_shape(const Block& block);
   /// Are means of each KV head wanted over all of a window, and their squares?
   bool scores_heads() const {
-    return context_.options.keep_variance > 0 || !context_.options.keep_ratio;
-  }
-  /// Is each query head weighed for itself (CAKE, CompressKV)?
-  static bool scores_each(const Plan& plan) {
-    return plan.retention.kind.prefers_layers || !plan.options.keep_heads.empty();
+    return context_.retention.policy->needs_squares() || !context_.options.keep_ratio;
   }
 
   EngineContext& context_;

@@ -1,9 +1,10 @@
 #include "engine/retention/online_retention.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <iterator>
-#include <optional>
+#include <span>
 #include <utility>
 
 namespace kvswap {
@@ -63,12 +64,13 @@ Status OnlineRetention::refresh_after_prompt(int64_t layer, int64_t sequence,
   const int64_t sealed = batch_.layer(layer).sealed_groups * options.group_tokens;
   const int64_t observed = std::min(sealed, retained.window.first_position + retained.window.count);
   const std::vector<int32_t> fresh = newcomers(layer, sequence, observed, sealed);
-  std::vector<int32_t> positions =
-      most_attended({.mass = mass.first(observed),
-                     .valid = &batch_.validity(sequence),
-                     .sinks = batch_.pages(sequence).sinks(layer),
-                     .group_tokens = options.group_tokens,
-                     .tokens = options.keep_tokens - static_cast<int64_t>(fresh.size())});
+  std::vector<int32_t> positions = context_.retention.policy->select(
+      {.mass = mass.first(observed),
+       .valid = &batch_.validity(sequence),
+       .sinks = batch_.pages(sequence).sinks(layer),
+       .group_tokens = options.group_tokens,
+       .tokens = options.keep_tokens - static_cast<int64_t>(fresh.size())});
+  std::sort(positions.begin(), positions.end());
   positions.insert(positions.end(), fresh.begin(), fresh.end());
   KVSWAP_RETURN_IF_ERROR(retained_pages_.adopt(layer, sequence, std::move(positions)));
   retained.window = {};
@@ -128,16 +130,14 @@ Status OnlineRetention::make_room(int64_t layer, int64_t sequence, std::span<con
   return Status::ok();
 }
 
-/// What stays in the model's dtype, of all there is room for: ARKV (7).
+/// What stays in the model's dtype, of all there is room for.
 double OnlineRetention::ratio(int64_t layer, int64_t sequence) const {
-  const EngineOptions& options = context_.options;
-  const std::optional<double> own = batch_.pages(sequence).retained(layer).quality;
-  if (options.keep_ratio || !own) return options.keep_ratio.value_or(1.0);
   double most = 0;
-  for (int64_t other = 0; other < options.layers; ++other) {
+  for (int64_t other = 0; other < context_.options.layers; ++other) {
     most = std::max(most, batch_.pages(sequence).retained(other).quality.value_or(0.0));
   }
-  return most > 0 ? *own / most : 1.0;
+  return context_.retention.policy->share_in_dtype(batch_.pages(sequence).retained(layer).quality,
+                                                   most);
 }
 
 Status OnlineRetention::observe_step(int64_t layer, const PagedAttentionArgs& attended,
@@ -176,15 +176,18 @@ void OnlineRetention::choose_survivors(int64_t layer, int64_t sequence,
     const std::vector<int32_t>& positions = is_float8 ? retained.float8() : retained.positions();
     const int64_t place = first - (is_float8 ? first_float8 : 0);
     const int64_t tokens = std::min(group_tokens, static_cast<int64_t>(positions.size()) - place);
+    std::array<float, 64> scores{};
+    for (int64_t head = 0; head < options.kv_heads; ++head) {
+      const float* squares = mass.squares(sequence, head, entry);
+      context_.retention.policy->add_scores(
+          {.layer = layer,
+           .head = head,
+           .sums = std::span(mass.means(sequence, head, entry), tokens),
+           .squares = std::span(squares, squares != nullptr ? tokens : 0)},
+          {scores.data(), 0});
+    }
     for (int64_t slot = 0; slot < tokens; ++slot) {
-      float importance = 0;
-      for (int64_t head = 0; head < options.kv_heads; ++head) {
-        const float mean = mass.means(sequence, head, entry)[slot];
-        const float* squares = mass.squares(sequence, head, entry);
-        importance +=
-            squares == nullptr ? mean : importance_of(mean, squares[slot], options.keep_variance);
-      }
-      received.emplace_back(positions[place + slot], importance);
+      received.emplace_back(positions[place + slot], scores[slot]);
     }
   }
   std::sort(received.begin(), received.end());
@@ -194,11 +197,7 @@ void OnlineRetention::choose_survivors(int64_t layer, int64_t sequence,
     positions.push_back(position);
     importance_.push_back(importance);
   }
-  const double stay = std::floor(options.keep_slack * static_cast<double>(positions.size()));
-  retained.next = retained_after_eviction({.positions = positions,
-                                           .importance = importance_,
-                                           .pool = options.keep_pool,
-                                           .tokens = static_cast<int64_t>(stay)});
+  retained.next = context_.retention.policy->survivors(positions, importance_);
 }
 
 }  // namespace kvswap

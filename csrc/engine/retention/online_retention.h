@@ -12,7 +12,7 @@
 namespace kvswap {
 
 /// Retains decoded tokens as they leave the tail, for policies with
-/// RetentionPolicy::retains_online.
+/// RetentionKind::retains_online.
 ///
 /// While there is room each of them is admitted. Behind a step that leaves no room a share of the
 /// retained tokens stays, by the attention that this step gave them; nothing is read for it. With

@@ -1,16 +1,15 @@
 #include "engine/retention/retention_manager.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
-#include <limits>
+#include <span>
 #include <utility>
 
 #include "io/stopwatch.h"
 
 namespace kvswap {
 namespace {
-
-constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 /// Counts what a refresh takes as long as it lives. Nobody else's reads are finished meanwhile.
 class RefreshCost {
@@ -43,20 +42,20 @@ void RetentionManager::reserve(Arena& arena, const Plan& plan, const Extent& ext
   SummaryExclusion::reserve(arena, plan);
   ObservationScorer::reserve(arena, plan);
   OnlineRetention::reserve(arena, plan);
-  OutlierScorer::reserve(arena, plan);
+  KeyScorer::reserve(arena, plan);
   arena.take(Use::kScratch,
              size_product({extent.batch, plan.step_attention_bytes(plan.retention.step_numbers)}));
 }
 
 int64_t RetentionManager::window(int64_t layer) const {
   const EngineOptions& options = context_.options;
-  const bool is_observed =
-      !context_.retention.kind.is_given && !context_.retention.kind.keeps_outliers;
+  const bool is_observed = context_.retention.kind.scored_by == ScoredBy::kAttention;
   return context_.plan.keeps_tokens(layer) && is_observed ? options.keep_window : 0;
 }
 
 void RetentionManager::note_chunk(int64_t layer, int64_t tokens) {
-  if (!context_.retention.kind.keeps_outliers || !context_.plan.keeps_tokens(layer)) return;
+  if (context_.retention.kind.scored_by != ScoredBy::kKeys || !context_.plan.keeps_tokens(layer))
+    return;
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     RetainedTokens& retained = batch_.pages(sequence).retained(layer);
     retained.seen_positions = batch_.layer(layer).positions;
@@ -93,7 +92,7 @@ Status RetentionManager::observe_step(int64_t layer, const PagedAttentionArgs& a
   const EngineOptions& options = context_.options;
   if (context_.retention.kind.retains_online) return online_.observe_step(layer, attended, step_);
   if (!context_.plan.keeps_tokens(layer) || options.keep_interval == 0) return Status::ok();
-  if (context_.retention.kind.is_given) return Status::ok();
+  if (context_.retention.kind.scored_by == ScoredBy::kUser) return Status::ok();
   if (context_.retention.scores_all_tokens) KVSWAP_RETURN_IF_ERROR(take_queries(layer, attended));
   bool is_weighed = false;
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
@@ -106,7 +105,9 @@ Status RetentionManager::observe_step(int64_t layer, const PagedAttentionArgs& a
     if (context_.retention.scores_all_tokens) stagger(layer, sequence);
     retained.count_queries(fresh, options.keep_interval);
     if (is_part_observed) {
-      if (!is_weighed) KVSWAP_RETURN_IF_ERROR(step_.score(attended));
+      if (!is_weighed) {
+        KVSWAP_RETURN_IF_ERROR(step_.score(attended, context_.retention.step_numbers));
+      }
       is_weighed = true;
       accumulate_attention(layer, sequence, fresh, attended);
     }
@@ -139,16 +140,34 @@ void RetentionManager::accumulate_attention(int64_t layer, int64_t sequence, int
   const int64_t first = sequence * attended.pages_max;
   for (int64_t entry = 0; entry < attended.page_counts[sequence]; ++entry) {
     const int64_t position = attended.positions[first + entry];
+    std::array<int32_t, 64> tokens;  // of the slots that were attended
+    std::array<int64_t, 64> slots;
+    int64_t count = 0;
     for (uint64_t left = attended.masks[first + entry]; left != 0; left &= left - 1) {
       const int64_t slot = __builtin_ctzll(left);
+      slots[count] = slot;
       // Pages of retained tokens stand before position 0, see PageTable.
-      const int64_t token = position >= 0
-                                ? position + slot
-                                : retained.positions()[-position - options.group_tokens + slot];
-      for (int64_t head = 0; head < options.kv_heads; ++head) {
-        retained.mass[token] +=
-            static_cast<float>(queries) * step_.means(sequence, head, entry)[slot];
+      tokens[count++] = static_cast<int32_t>(
+          position >= 0 ? position + slot
+                        : retained.positions()[-position - options.group_tokens + slot]);
+    }
+    const BlockScores scores(retained.mass.data(), 0, tokens.data());
+    for (int64_t head = 0; head < options.kv_heads; ++head) {
+      const float* means = step_.means(sequence, head, entry);
+      const float* squares = step_.squares(sequence, head, entry);
+      std::array<float, 64> sums, sums_of_squares;
+      for (int64_t i = 0; i < count; ++i) {
+        sums[i] = static_cast<float>(queries) * means[slots[i]];
+        if (squares != nullptr)
+          sums_of_squares[i] = static_cast<float>(queries) * squares[slots[i]];
       }
+      context_.retention.policy->add_scores(
+          {.layer = layer,
+           .head = head,
+           .samples = queries,
+           .sums = std::span(sums).first(count),
+           .squares = std::span(sums_of_squares).first(squares != nullptr ? count : 0)},
+          scores);
     }
   }
 }
@@ -287,16 +306,14 @@ Status RetentionManager::choose(int64_t layer, int64_t sequence) {
     return Status::ok();
   }
   KVSWAP_RETURN_IF_ERROR(score(layer, sequence));
-  const bool is_measured =
-      context_.retention.kind.is_given || context_.retention.kind.keeps_outliers;
   const RetainArgs args = {.mass = std::span(mass_of(retained)).first(sealed),
                            .valid = &batch_.validity(sequence),
                            .sinks = batch_.pages(sequence).sinks(layer),
                            .group_tokens = options.group_tokens,
-                           .tokens = budgets_.most(layer),
-                           .floor = is_measured ? kNever : 0};
+                           .tokens = budgets_.most(layer)};
   const bool is_ranked = context_.retention.shares_groups || context_.retention.kind.prefers_layers;
-  retained.next = is_ranked ? by_attention(args) : most_attended(args);
+  retained.next = context_.retention.policy->select(args);
+  if (!is_ranked) std::sort(retained.next->begin(), retained.next->end());
   retained.candidates = static_cast<int64_t>(retained.next->size());
   retained.window.log_sum_exp = {};
   if (!context_.retention.scores_all_tokens) retained.window = {};
@@ -312,10 +329,10 @@ std::vector<float>& RetentionManager::mass_of(RetainedTokens& retained) {
 Status RetentionManager::score(int64_t layer, int64_t sequence) {
   RetainedTokens& retained = batch_.pages(sequence).retained(layer);
   std::vector<float>& mass = mass_of(retained);
-  if (context_.retention.kind.is_given) {
+  if (context_.retention.kind.scored_by == ScoredBy::kUser) {
     given_.score(layer, sequence, mass);
-  } else if (context_.retention.kind.keeps_outliers) {
-    KVSWAP_RETURN_IF_ERROR(outliers_.score(layer, sequence, mass));
+  } else if (context_.retention.kind.scored_by == ScoredBy::kKeys) {
+    KVSWAP_RETURN_IF_ERROR(keys_.score(layer, sequence, mass));
   } else {
     if (retained.window.count > 0) {
       if (&mass != &retained.mass || retained.begins_anew) mass.clear();
@@ -324,7 +341,7 @@ Status RetentionManager::score(int64_t layer, int64_t sequence) {
       retained.begins_anew = false;
     }
     grow_mass(mass, batch_.layer(layer).sealed_groups * context_.options.group_tokens);
-    if (!context_.retention.kind.accumulates) pool_neighbours(mass, context_.options.keep_pool);
+    context_.retention.policy->smooth(mass);
   }
   eviction_.mask_discarded(layer, sequence, mass);
   return Status::ok();

@@ -5,10 +5,10 @@
 
 #include "engine/engine_context.h"
 #include "engine/prefill/prefix_reader.h"
+#include "engine/retention/key_scorer.h"
 #include "engine/retention/layer_budgets.h"
 #include "engine/retention/observation_scorer.h"
 #include "engine/retention/online_retention.h"
-#include "engine/retention/outlier_scorer.h"
 #include "engine/retention/retained_pages.h"
 #include "engine/retention/summary_exclusion.h"
 #include "engine/retention/token_eviction.h"
@@ -23,19 +23,15 @@ namespace kvswap {
 /// Decides when a layer's set of retained tokens is chosen again ("refreshed"), and by which
 /// scores. Retained tokens stay in memory and are attended in every step, regardless of the query.
 ///
-///   when                          scores                                      computed by
-///   after a prompt                attention of the newest `keep_window`       ObservationScorer:
-///   reads the
-///                                 queries over all earlier tokens             layer's records once
-///   every `keep_interval`         the same queries over the tokens that they  StepAttention: reads
-///   nothing
-///     decoded tokens              attended; h2o: all queries since the prompt
-///   ... keep_scores = disk        the newest `keep_window` queries over all   ObservationScorer:
-///   reads the
-///                                 tokens                                      records twice
-///   RetentionPolicy::is_given     the user's scores                           UserTokenScores
-///   ... keeps_outliers, after a   1 - least cosine to the group's mean key    OutlierScorer
-///     prompt
+/// A RetentionPolicy scores tokens and picks those that stay; here it is found out what it scores:
+///
+///   after a prompt            ObservationScorer: attention of its newest queries over all tokens
+///                             before them; reads the layer's records once
+///   every `refresh_interval`  StepAttention: the same over the tokens that steps attended; reads
+///     decoded tokens          nothing
+///   ... of all tokens         ObservationScorer: reads the layer's records twice
+///   ScoredBy::kKeys           KeyScorer: after a prompt, reads the layer's records once
+///   ScoredBy::kUser           UserTokenScores: comes with each append
 ///
 /// With keep_scores = disk refreshes are spread over layers, sequences and the interval, so that no
 /// step reads all records. While all tokens fit in memory no set is chosen. With keep_share = auto
@@ -60,7 +56,7 @@ class RetentionManager {
         eviction_(context, batch, retained_pages_),
         given_(context, batch),
         observation_(context, batch, tail, past, eviction_),
-        outliers_(context, batch, past),
+        keys_(context, batch, past),
         budgets_(context, batch, retained_pages_),
         online_(context, batch, retained_pages_),
         step_(context, batch) {}
@@ -113,7 +109,7 @@ class RetentionManager {
   TokenEviction eviction_;
   UserTokenScores given_;
   ObservationScorer observation_;
-  OutlierScorer outliers_;
+  KeyScorer keys_;
   LayerBudgets budgets_;
   OnlineRetention online_;
   StepAttention step_;

@@ -11,9 +11,10 @@ namespace kvswap {
 Status UserTokenScores::check(int64_t layer, const TokenScores& given) const {
   const EngineOptions& options = context_.options;
   const std::string shown = "give_worth: layer " + std::to_string(layer) + " ";
-  if (!context_.retention.kind.is_given) {
-    return Status::invalid(shown + "must have retention.policy user to be told what tokens are worth, has " +
-                           file_word("keeper", options.keeper));
+  if (context_.retention.kind.scored_by != ScoredBy::kUser) {
+    return Status::invalid(
+        shown + "must have retention.policy user to be told what tokens are worth, has " +
+        file_word("keeper", options.keeper));
   }
   if (!context_.plan.keeps_tokens(layer)) {
     return Status::invalid(shown +
@@ -73,7 +74,8 @@ Status UserTokenScores::give(int64_t layer, const TokenScores& given) {
 Status UserTokenScores::check_given(int64_t layer, int64_t sequence) const {
   const RetainedTokens& retained = batch_.pages(sequence).retained(layer);
   const int64_t sealed = batch_.layer(layer).sealed_groups * context_.options.group_tokens;
-  if (!context_.retention.kind.is_given || static_cast<int64_t>(retained.mass.size()) >= sealed) {
+  if (context_.retention.kind.scored_by != ScoredBy::kUser ||
+      static_cast<int64_t>(retained.mass.size()) >= sealed) {
     return Status::ok();
   }
   return Status::invalid("attend: layer " + std::to_string(layer) + " must be told what its " +

@@ -5,11 +5,12 @@
 
 #include "engine/engine_context.h"
 #include "engine/sequence/batch.h"
+#include "methods/retention/user_retention.h"
 
 namespace kvswap {
 
 /// The user's importance of each layer's newest tokens, and how it decays with each later token,
-/// for a policy with RetentionPolicy::is_given: set with each append. Not thread-safe.
+/// for a policy with ScoredBy::kUser: set with each append. Not thread-safe.
 class UserTokenScores {
  public:
   UserTokenScores(EngineContext& context, Batch& batch) : context_(context), batch_(batch) {}

@@ -17,7 +17,7 @@ int64_t retained_bytes(const Plan& plan) {
   const RetentionPlan& retention = plan.retention;
   if (retention.pages == 0) return 0;
   const int64_t window =
-      retention.kind.is_given || retention.kind.keeps_outliers
+      retention.kind.scored_by != ScoredBy::kAttention
           ? 0
           : apart.keep_window * apart.query_heads *
                 (apart.head_dim * dtype_bytes(apart.dtype) + int64_t{sizeof(float)});

@@ -10,7 +10,7 @@
 #include "memory/arena.h"
 #include "memory/page_map.h"
 #include "memory/page_pool.h"
-#include "methods/retention/retention_policy.h"
+#include "methods/retention/retained_tokens.h"
 
 namespace kvswap {
 

@@ -33,8 +33,9 @@ Status check_can_go_on(const EngineContext& context, const char* where) {
                            ": the session must have a directory, since without one what it drops "
                            "is gone; open the cache with a path");
   }
-  if (context.retention.pages > 0 && context.retention.kind.is_given) {
-    return Status::invalid(std::string(where) + ": retention.policy must not be '" + file_word("keeper", options.keeper) +
+  if (context.retention.pages > 0 && context.retention.kind.scored_by == ScoredBy::kUser) {
+    return Status::invalid(std::string(where) + ": retention.policy must not be '" +
+                           file_word("keeper", options.keeper) +
                            "', since what scores its tokens is not saved; open the cache without "
                            "it");
   }
@@ -99,9 +100,10 @@ Result<bool> SnapshotWriter::link(SnapshotTarget& target) {
     });
     if (error == 0) error = -syscalls().fsync(fd);
     if (error != 0) {
-      return Status::storage("save: what was dropped must be overwritten (storage.wipe_on_close), got " +
-                                 errno_text(error) + storage_hint(error),
-                             error, context_.options.directory);
+      return Status::storage(
+          "save: what was dropped must be overwritten (storage.wipe_on_close), got " +
+              errno_text(error) + storage_hint(error),
+          error, context_.options.directory);
     }
   }
   bool is_punched = true;

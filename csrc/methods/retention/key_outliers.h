@@ -1,22 +1,37 @@
 #pragma once
 
-#include <cstdint>
+#include <algorithm>
+#include <limits>
+#include <span>
+#include <vector>
 
-#include "methods/selection/selector.h"
+#include "methods/retention/retention_policy.h"
 
 namespace kvswap {
-
-/// Keys of one group.
-struct GroupKeys {
-  KeyView keys;  // [kv_heads, tokens, head_dim]
-  int64_t kv_heads = 0;
-  int64_t tokens = 0;  // at most 64
-  int64_t head_dim = 0;
-  uint64_t valid = 0;  // bit i: token i counts
-};
 
 /// How badly the mean of a group's keys stands for them (ShadowKV 4.1): 1 minus the least cosine
 /// between it and one of them, all heads' keys taken as one. 0..2; 0 where no token counts.
 float key_outlier_score(const GroupKeys& group);
+
+/// ShadowKV 4.1: a prompt's groups whose mean stands for their keys worst.
+class KeyOutliers final : public RetentionPolicy {
+ public:
+  static constexpr RetentionKind kKind = {.name = "outliers",
+                                          .source = "ShadowKV 4.1",
+                                          .scored_by = ScoredBy::kKeys,
+                                          .keeps_whole_groups = true,
+                                          .make = &make_retention<KeyOutliers>};
+
+  explicit KeyOutliers(const RetentionOptions&) {}
+
+  void score_keys(const GroupKeys& group, std::span<float> scores) const override {
+    std::fill(scores.begin(), scores.end(), key_outlier_score(group));
+  }
+  std::vector<int32_t> select(const RetainArgs& args) const override {
+    RetainArgs any = args;
+    any.floor = -std::numeric_limits<float>::infinity();  // a group of equal keys scores 0
+    return by_attention(any);
+  }
+};
 
 }  // namespace kvswap

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "kernels/types.h"
-#include "methods/retention/retention_policy.h"
+#include "methods/retention/retained_tokens.h"
 
 namespace kvswap {
 

@@ -1,194 +1,130 @@
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "methods/retention/group_keys.h"
 #include "methods/retention/layer_shares.h"
-#include "methods/retention/observation_window.h"
-#include "methods/selection/padding_mask.h"
+#include "methods/retention/top_tokens.h"
 
 namespace kvswap {
 
-/// Which tokens stay in memory and are attended, regardless of the query: a line in
-/// retention_policy.cpp.
-struct RetentionPolicy {
-  const char* name;
-  const char* source;  // the paper
-  bool keeps_tokens;   // beside sinks and tail
-  bool accumulates;    // attention is summed since the prompt; else since the last refresh
-  bool is_given;       // the user sets tokens' importance, with each append
-  /// Tokens are retained as they leave the tail. If there is no room a share of the retained tokens
-  /// stays, by the attention that the step before gave them.
-  bool retains_online;
-  /// Layers differ in how many of their tokens are retained, by what each prompt's attention says.
-  bool prefers_layers;
-  bool keeps_outliers;  // whole groups, those whose mean stands for their keys worst
-
-  static std::span<const RetentionPolicy> all();
-  /// Null where there is none of that name.
-  static const RetentionPolicy* find(const std::string& name);
+/// What a retention policy is made of: settings, and the model's heads.
+struct RetentionOptions {
+  int64_t query_heads = 0;
+  int64_t pool = 1;                   // neighbours whose scores a token's is the sum of
+  double variance_weight = 0;         // of a token's attention, beside its mean
+  double low_watermark = 1;           // of the retained tokens that stay where there is no room
+  std::optional<double> ratio = 1.0;  // in the model's dtype where there is no room; none: OQ
+  std::vector<double> preference_temperatures;
+  std::vector<int64_t> scoring_heads;  // through all layers, rising; empty: all
 };
 
-inline constexpr int64_t kKeepPoolMax = 63;
+/// The attention that a block's tokens received from the observed queries of one head.
+struct HeadAttention {
+  int64_t layer = 0;
+  int64_t head = 0;     // a KV head, whose query heads are averaged, or scores_query_heads()
+  int64_t samples = 1;  // that the sums are of
+  std::span<const float> sums;          // [tokens]
+  std::span<const float> squares = {};  // [tokens]: sums of squares; empty: not needed
+};
 
-/// Each becomes the sum of `pool` neighbours, itself in the middle (SnapKV 4.1); what would stand
-/// before the first and behind the last counts as nothing. pool: 1..kKeepPoolMax.
-void pool_neighbours(std::span<float> mass, int64_t pool);
-
-/// ARKV (9): a token's mean attention, and how much it varies, `variance` times.
-inline float importance_of(float mean, float square, double variance) {
-  return mean + static_cast<float>(variance) * std::max(0.0f, square - mean * mean);
+/// The variance of one token's samples; 0 of one.
+inline float sample_variance(const HeadAttention& attention, int64_t token) {
+  const auto count = static_cast<float>(attention.samples);
+  const float mean = attention.sums[token] / count;
+  const float apart = std::max(0.0f, attention.squares[token] - attention.sums[token] * mean);
+  return attention.samples > 1 ? apart / (count - 1) : 0.0f;
 }
 
-/// What a layer's newest tokens score to be kept, said by somebody else.
-struct TokenScores {
-  const float* importance = nullptr;  // [sequences, tokens]; -inf: never
-  const float* decay =
-      nullptr;  // as worth, what is lost of it with each later token; null: nothing
-  int64_t sequences = 0;
-  int64_t tokens = 0;
-};
-
-/// What a choice of tokens to keep is made of, for one sequence and layer.
-struct RetainArgs {
-  std::span<const float> mass;  // [sealed tokens]
-  const PaddingMask* valid = nullptr;
-  std::span<const int32_t> sinks = {};  // groups that stay anyway
-  int64_t group_tokens = 0;
-  int64_t tokens = 0;  // kept at most
-  float floor = 0;     // what has no more mass is never kept
-};
-
-/// The `tokens` of them with the most mass, in rising order; ties to the lower one. Padding and
-/// sinks are never kept.
-std::vector<int32_t> most_attended(const RetainArgs& args);
-/// The same, the best first.
-std::vector<int32_t> by_attention(const RetainArgs& args);
-
-/// What of the retained tokens stays.
-struct EvictArgs {
-  std::span<const int32_t> positions;  // kept, rising
-  std::span<const float> importance;   // of each
-  int64_t pool = 1;    // neighbours by position, as pool_neighbours(); of the retained ones
-  int64_t tokens = 0;  // that stay
-};
-
-/// Those that score most, the best first; ties to the lower one.
-std::vector<int32_t> retained_after_eviction(const EvictArgs& args);
-
-/// ARKV (3)-(6): how unevenly a prompt's newest queries look at the tokens before them. Fed with
-/// what attention each token received, in any unit.
-class AttentionShape {
+/// The scores of a block's tokens, where they stand among all of a sequence.
+class BlockScores {
  public:
-  void add(double received);
-  /// H^(1/t1) V^(1/t2) Kurt^(1/t3) with these t; 0 of fewer than two tokens, and where all receive
-  /// the same.
-  double quality(std::span<const double> temperatures) const;
+  /// positions: of the block's tokens; null: they follow one another from `first` on.
+  BlockScores(float* scores, int64_t first, const int32_t* positions = nullptr)
+      : scores_(scores), first_(first), positions_(positions) {}
+  float& operator[](int64_t token) const {
+    return scores_[positions_ == nullptr ? first_ + token : positions_[token]];
+  }
 
  private:
-  double tokens_ = 0;
-  double sum_ = 0;
-  double logs_ = 0;  // sum of x ln x
-  double squares_ = 0;
-  double cubes_ = 0;
-  double fourths_ = 0;
+  float* scores_;
+  int64_t first_;
+  const int32_t* positions_;
 };
 
-inline constexpr int64_t kMassUnit = 1024;  // tokens by which the memory of their mass grows
+/// Where a policy's scores come from.
+enum class ScoredBy {
+  kAttention,  ///< what queries pay the tokens before them: of a prompt's end, and of steps
+  kKeys,       ///< the keys of a prompt, once
+  kUser,       ///< numbers that come with each append
+};
 
-/// So many numbers at least, new ones 0, in memory that grows by kMassUnit.
-void grow_mass(std::vector<float>& mass, int64_t tokens);
+class RetentionPolicy;
 
-/// Of one sequence and layer: which tokens are retained, and what the next choice will be made of.
-class RetainedTokens {
+/// A line of the registry: what the engine must know of a policy to plan for it.
+struct RetentionKind {
+  const char* name;
+  const char* source;        // the paper
+  bool keeps_tokens = true;  // beside sinks and recent tokens
+  ScoredBy scored_by = ScoredBy::kAttention;
+  bool accumulates = false;  // attention is summed since the prompt; else since the last refresh
+  /// Tokens are retained as they leave the tail. If there is no room, survivors() stay.
+  bool retains_online = false;
+  /// Layers differ in how many tokens they retain, by preference() of each prompt's attention.
+  bool prefers_layers = false;
+  bool keeps_whole_groups = false;  // all tokens of a group score the same
+  /// Null: it keeps no tokens.
+  std::unique_ptr<const RetentionPolicy> (*make)(const RetentionOptions& options) = nullptr;
+
+  static std::span<const RetentionKind* const> all();
+  /// Null where there is none of that name.
+  static const RetentionKind* find(const std::string& name);
+};
+
+/// Which tokens stay in memory and are attended, regardless of the query: a method's rule.
+///
+/// A policy only computes. The engine decides when a layer's set is chosen again
+/// (RetentionManager), measures attention, reads keys and moves bytes. One file of this folder and
+/// a line in retention_registry.cpp make a policy. Thread-safe: it has no state.
+class RetentionPolicy {
  public:
-  /// The queries at the end of a long chunk, until what they attend is found out. Where steps are
-  /// told them too, the newest of all.
-  using Window = ObservationWindow;
-  Window window;
-  std::vector<float> mass;    // [tokens]: seen so far, or given
-  bool begins_anew = false;   // the next attention is the first of `mass`, which is overwritten
-  std::vector<float> decay;   // [tokens] given beside it
-  int64_t queries_since = 0;  // decoded since the last choice
-  bool is_staggered = false;  // and counted from where that of others is not
-  int64_t seen_positions =
-      0;  // the attention received by the queries before here is in `mass` or `window`
-  bool is_due = false;     // a choice
-  int64_t due_from = 0;    // with so many positions: a step that is made again had none before it
-  int64_t due_begin = -1;  // of the chunk that made it due; -1: steps did
-  /// Chosen, and not gathered yet, the best first where it is not known how many stay; where tokens
-  /// join, which tokens stay if there is no room, the best first.
-  std::optional<std::vector<int32_t>> next;
-  /// What stood before that chunk, for when it is cut.
-  struct Before {
-    std::optional<int64_t> due_from;
-    std::optional<std::vector<int32_t>> next;
-    std::optional<double> overlap;
-    bool begins_anew = false;
-  };
-  Before before;
-  /// Rising: what rows of groups leave out, where they leave retained tokens out. Those that are
-  /// kept, but for groups whose rows are yet to be made again.
-  std::vector<int32_t> excluded;
-  int64_t admitted_positions = 0;  // sealed ones before here had their chance to be kept
+  virtual ~RetentionPolicy() = default;
 
-  // Of the newest prompt, where they are asked for.
-  std::optional<double> quality;
-  std::optional<double> overlap;  // TopKOverlap::mean()
-  std::optional<AttentionSpread> spread;
+  /// Is each query head weighed for itself? Else the mean over those of each KV head.
+  virtual bool scores_query_heads() const { return false; }
+  /// Are sums of squares needed?
+  virtual bool needs_squares() const { return false; }
+  /// Adds what tokens score by the attention of one head; called for each head in turn.
+  virtual void add_scores(const HeadAttention& attention, const BlockScores& scores) const;
+  /// With ScoredBy::kKeys: what a group's tokens score. scores: [group_tokens] out.
+  virtual void score_keys(const GroupKeys& group, std::span<float> scores) const;
+  /// Of all tokens, once everything is added up: neighbours may share.
+  virtual void smooth(std::span<float> scores) const { (void)scores; }
+  /// Positions that are retained, the best first.
+  virtual std::vector<int32_t> select(const RetainArgs& args) const { return by_attention(args); }
 
-  // Where layers differ in how many tokens are retained.
-  std::vector<int32_t> ranked;  // those that are, the best first
-  int64_t candidates = 0;       // for the newest choice
+  /// With retains_online: those of the retained tokens that stay where there is no room, the best
+  /// first.
+  virtual std::vector<int32_t> survivors(std::span<const int32_t> positions,
+                                         std::span<const float> scores) const;
+  /// And so much of the room in the model's dtype, the rest in e4m3. quality, most: of this
+  /// layer's prompt, and the largest of all layers; none: it was not measured.
+  virtual double share_in_dtype(std::optional<double> quality, double most) const;
 
-  /// In the model's dtype, rising. Token i stands in slot i % group_tokens of retained page
-  /// i / group_tokens.
-  const std::vector<int32_t>& positions() const { return positions_; }
-  /// In e4m3, rising, in pages of their own.
-  const std::vector<int32_t>& float8() const { return float8_; }
-  const std::vector<int8_t>& exponents() const { return exponents_; }  // [pages, kv_heads, 2]
-  int64_t count() const { return static_cast<int64_t>(positions_.size() + float8_.size()); }
-  /// A long chunk came, from that position on: a choice follows.
-  void note_chunk(int64_t begin);
-  /// `fresh` queries were decoded; a choice follows every `interval` of them, 0: none.
-  void count_queries(int64_t fresh, int64_t interval);
-  /// While nobody needs a choice: where one would have followed, the attention received before
-  /// counts no more. keeps_window: but for what a prompt's queries see.
-  void skip_refresh(int64_t interval, bool keeps_window);
-  /// What was chosen is kept, and what was sealed before there had its chance.
-  void end_refresh(int64_t sealed_positions);
-  /// What those in e4m3 are, before set().
-  void set_float8(std::vector<int32_t> positions, std::vector<int8_t> exponents);
-  void set(std::vector<int32_t> positions, int64_t group_tokens);
-  /// Bit i: position first + i is kept. count <= 64.
-  uint64_t mask(int64_t first, int64_t count) const;
-  /// Groups of retained tokens alone, rising: there is nothing to select in them.
-  const std::vector<int32_t>& whole_groups() const { return whole_groups_; }
-  /// Where a sequence is cut.
-  struct Cut {
-    int64_t positions = 0;
-    int64_t sealed = 0;  // of them, those on disk: others cannot be kept
-    int64_t group_tokens = 0;
-    int64_t step = 0;  // positions that one step may have
-  };
-  /// Forgets what is cut. The attention received within the newest step stays: where that step
-  /// failed and is made again, its queries have counted already. A choice that a chunk made due
-  /// stays due while the chunk does, or while nothing is kept: its queries are better than none.
-  void truncate(const Cut& cut);
-
- private:
-  void undo_chunk();
-
-  std::vector<int32_t> positions_;
-  std::vector<int32_t> float8_;
-  std::vector<int8_t> exponents_;
-  std::vector<uint64_t> bits_;  // of both
-  std::vector<int32_t> whole_groups_;
+  /// With prefers_layers: how much of all layers' tokens one is to have, in any unit.
+  virtual double preference(const AttentionSpread& spread) const;
 };
+
+/// RetentionKind::make of a policy that is made of its options.
+template <typename Policy>
+std::unique_ptr<const RetentionPolicy> make_retention(const RetentionOptions& options) {
+  return std::make_unique<Policy>(options);
+}
 
 }  // namespace kvswap

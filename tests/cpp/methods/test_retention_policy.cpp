@@ -6,7 +6,11 @@
 #include <set>
 #include <vector>
 
-#include "methods/retention/retention_policy.h"
+#include "methods/retention/arkv.h"
+#include "methods/retention/cake.h"
+#include "methods/retention/key_outliers.h"
+#include "methods/retention/retained_tokens.h"
+#include "methods/retention/snapkv.h"
 
 namespace kvswap {
 namespace {
@@ -19,12 +23,89 @@ PaddingMask all_valid(int64_t positions) {
   return valid;
 }
 
-TEST(RetentionPolicy, AreFoundByName) {
-  for (const RetentionPolicy& kind : RetentionPolicy::all())
-    EXPECT_EQ(RetentionPolicy::find(kind.name), &kind);
-  EXPECT_EQ(RetentionPolicy::find("oldest"), nullptr);
-  EXPECT_FALSE(RetentionPolicy::find("newest")->keeps_tokens);
-  EXPECT_TRUE(RetentionPolicy::find("heavy")->accumulates);
+TEST(RetentionKind, AreFoundByName) {
+  for (const RetentionKind* kind : RetentionKind::all()) {
+    EXPECT_EQ(RetentionKind::find(kind->name), kind);
+    EXPECT_EQ(kind->keeps_tokens, kind->make != nullptr) << kind->name;
+  }
+  EXPECT_EQ(RetentionKind::find("oldest"), nullptr);
+  EXPECT_FALSE(RetentionKind::find("newest")->keeps_tokens);
+  EXPECT_TRUE(RetentionKind::find("heavy")->accumulates);
+}
+
+TEST(BlockScores, StandInARowOrAtPositions) {
+  std::vector<float> scores(8, 0.0f);
+  const Positions positions = {7, 0};
+  BlockScores(scores.data(), 2)[1] = 3;
+  BlockScores(scores.data(), 2, positions.data())[0] = 7;
+  EXPECT_EQ(scores, (std::vector<float>{0, 0, 0, 3, 0, 0, 0, 7}));
+}
+
+/// What tokens score by one head of a policy.
+std::vector<float> scores_of(const RetentionPolicy& policy, const HeadAttention& attention) {
+  std::vector<float> scores(attention.sums.size(), 1.0f);  // which is added to
+  policy.add_scores(attention, {scores.data(), 0});
+  return scores;
+}
+
+TEST(SnapKv, ScoresByTheHeadsThatAreAsked) {
+  const std::vector<float> sums = {0.5f, 2};
+  RetentionOptions options;
+  options.query_heads = 4;
+  const SnapKv all(options);
+  EXPECT_FALSE(all.scores_query_heads());
+  EXPECT_EQ(scores_of(all, {.layer = 1, .head = 2, .sums = sums}), (std::vector<float>{1.5f, 3}));
+  options.scoring_heads = {1, 6};
+  const SnapKv some(options);
+  EXPECT_TRUE(some.scores_query_heads());
+  EXPECT_EQ(scores_of(some, {.layer = 1, .head = 2, .sums = sums}), (std::vector<float>{1.5f, 3}));
+  EXPECT_EQ(scores_of(some, {.layer = 0, .head = 2, .sums = sums}), (std::vector<float>{1, 1}));
+}
+
+TEST(Cake, ScoresTheMeanAndTheVarianceOfQueries) {
+  const std::vector<float> sums = {4, 4}, squares = {8, 16};  // of {2, 2} and {4, 0}
+  RetentionOptions options;
+  options.variance_weight = 0.5;
+  const HeadAttention two = {.samples = 2, .sums = sums, .squares = squares};
+  EXPECT_EQ(sample_variance(two, 0), 0);
+  EXPECT_EQ(sample_variance(two, 1), 8);
+  EXPECT_EQ(scores_of(Cake(options), two), (std::vector<float>{3, 7}));
+  const HeadAttention one = {.samples = 1, .sums = sums, .squares = squares};
+  EXPECT_EQ(scores_of(Cake(options), one), (std::vector<float>{5, 5}));
+}
+
+TEST(Arkv, SharesItsRoomByThePromptsQuality) {
+  RetentionOptions options;
+  options.ratio = 0.25;
+  EXPECT_EQ(Arkv(options).share_in_dtype(2.0, 4.0), 0.25) << "as it is set";
+  options.ratio.reset();
+  options.low_watermark = 0.5;
+  const Arkv measured(options);
+  EXPECT_EQ(measured.share_in_dtype(2.0, 4.0), 0.5);
+  EXPECT_EQ(measured.share_in_dtype(std::nullopt, 4.0), 1.0) << "nothing was measured";
+  EXPECT_EQ(measured.share_in_dtype(0.0, 0.0), 1.0);
+  const Positions positions = {3, 4, 8, 9};
+  const std::vector<float> scores = {1, 2, 9, 0};
+  EXPECT_EQ(measured.survivors(positions, scores), (Positions{8, 4}));
+}
+
+TEST(KeyOutliers, ScoreAllTokensOfAGroupAlikeAndRetainWhatScoresNothing) {
+  const std::vector<float> keys = {1, 0, 0, 1};  // [tokens, head_dim]
+  std::vector<float> scores(2, -1.0f);
+  const KeyOutliers policy(RetentionOptions{});
+  policy.score_keys(
+      {.keys = {reinterpret_cast<const std::byte*>(keys.data()), 4, 2, DType::kFloat32},
+       .kv_heads = 1,
+       .tokens = 2,
+       .head_dim = 2,
+       .valid = 3},
+      scores);
+  EXPECT_NEAR(scores[0], 1 - std::sqrt(0.5f), 1e-6);
+  EXPECT_EQ(scores[0], scores[1]);
+  const PaddingMask valid = all_valid(2);
+  const std::vector<float> none = {0, 0};
+  EXPECT_EQ(policy.select({.mass = none, .valid = &valid, .group_tokens = 2, .tokens = 2}),
+            (Positions{0, 1}));
 }
 
 TEST(PoolNeighbours, AddsUpWhatStandsBeside) {

@@ -1,5 +1,6 @@
 // additions CONFIG FOLDER: opens a session with the config, appends what stands in FOLDER's
-// keys.bin, asks with its query.bin, and prints the setting `patience` and the groups selected.
+// keys.bin, asks with its query.bin, and prints the setting `patience` and the groups selected, then
+// the attention of the query.
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -37,6 +38,8 @@ int main(int, char** arguments) try {
   std::cout << cache.options().settings.patience;
   const auto selected = cache.last_selection(0);
   for (const int64_t group : selected.at(0)) std::cout << ' ' << group;
+  std::cout << '\n';
+  for (const float number : output) std::cout << number << ' ';
   std::cout << '\n';
 } catch (const std::exception& error) {
   std::cout << error.what() << '\n';

@@ -1,19 +1,17 @@
-#include "engine/retention/outlier_scorer.h"
+#include "engine/retention/key_scorer.h"
 
 #include <algorithm>
-
-#include "methods/retention/key_outliers.h"
-#include "methods/retention/retention_policy.h"
+#include <span>
 
 namespace kvswap {
 
-void OutlierScorer::reserve(Arena& arena, const Plan& plan) {
-  if (!plan.retention.kind.keeps_outliers) return;
+void KeyScorer::reserve(Arena& arena, const Plan& plan) {
+  if (plan.retention.kind.scored_by != ScoredBy::kKeys) return;
   const int64_t page = int64_t{sizeof(void*)} + plan.note_bytes;
   arena.take(Use::kStaging, plan.group_bytes + 2 * plan.past_block_groups * page);
 }
 
-Status OutlierScorer::score(int64_t layer, int64_t sequence, std::vector<float>& mass) {
+Status KeyScorer::score(int64_t layer, int64_t sequence, std::vector<float>& mass) {
   const EngineOptions& options = context_.options;
   const int64_t group_tokens = options.group_tokens;
   const int64_t sealed = batch_.layer(layer).sealed_groups;
@@ -30,14 +28,14 @@ Status OutlierScorer::score(int64_t layer, int64_t sequence, std::vector<float>&
     KVSWAP_RETURN_IF_ERROR(past_.load(groups, blocks.value().slots[0], blocks.value().memory));
     KVSWAP_RETURN_IF_ERROR(past_.list(groups, blocks.value().slots[0], listed_));
     for (int64_t i = 0; i < groups.count; ++i) {
-      const float importance =
-          key_outlier_score({.keys = {past_.tokens(listed_, i, room_.data()), head_stride,
-                                      options.head_dim, options.dtype},
-                             .kv_heads = options.kv_heads,
-                             .tokens = group_tokens,
-                             .head_dim = options.head_dim,
-                             .valid = batch_.mask(layer, sequence, group + i)});
-      std::fill_n(mass.begin() + (group + i) * group_tokens, group_tokens, importance);
+      context_.retention.policy->score_keys(
+          {.keys = {past_.tokens(listed_, i, room_.data()), head_stride, options.head_dim,
+                    options.dtype},
+           .kv_heads = options.kv_heads,
+           .tokens = group_tokens,
+           .head_dim = options.head_dim,
+           .valid = batch_.mask(layer, sequence, group + i)},
+          std::span(mass).subspan((group + i) * group_tokens, group_tokens));
     }
   }
   return Status::ok();

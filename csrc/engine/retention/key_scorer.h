@@ -10,14 +10,14 @@
 
 namespace kvswap {
 
-/// For a retention policy whose RetentionPolicy::keeps_outliers: how badly groups' means stand for
-/// their keys, found out by reading the layer's records once. Not thread-safe.
-class OutlierScorer {
+/// What a policy with ScoredBy::kKeys scores a prompt's tokens by their keys, which are read from
+/// the layer's records once. Not thread-safe.
+class KeyScorer {
  public:
-  OutlierScorer(EngineContext& context, Batch& batch, PrefixReader& past)
+  KeyScorer(EngineContext& context, Batch& batch, PrefixReader& past)
       : context_(context), batch_(batch), past_(past) {}
 
-  /// mass: [sealed tokens] out, all tokens of a group alike: key_outlier_score().
+  /// mass: [sealed tokens] out; groups of padding alone score 0.
   Status score(int64_t layer, int64_t sequence, std::vector<float>& mass);
 
   /// What it allocates.

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <limits>
+#include <vector>
+
+#include "methods/retention/retention_policy.h"
+
+namespace kvswap {
+
+/// A layer's newest tokens, scored by a user's own rule.
+struct TokenScores {
+  const float* importance = nullptr;  // [sequences, tokens]; -inf: never
+  const float* decay = nullptr;  // [sequences, tokens]: lost with each later token; null: nothing
+  int64_t sequences = 0;
+  int64_t tokens = 0;
+};
+
+/// Tokens with the largest scores of a user's own, which come with each append.
+class UserRetention final : public RetentionPolicy {
+ public:
+  static constexpr RetentionKind kKind = {.name = "given",
+                                          .source = "",
+                                          .scored_by = ScoredBy::kUser,
+                                          .accumulates = true,
+                                          .make = &make_retention<UserRetention>};
+
+  explicit UserRetention(const RetentionOptions&) {}
+
+  std::vector<int32_t> select(const RetainArgs& args) const override {
+    RetainArgs any = args;
+    any.floor = -std::numeric_limits<float>::infinity();
+    return by_attention(any);
+  }
+};
+
+}  // namespace kvswap
