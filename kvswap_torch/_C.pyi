@@ -7,7 +7,7 @@ import numpy
 import numpy.typing
 import torch
 import typing
-__all__: list[str] = ['CacheOptions', 'Clusters', 'DiskProbe', 'GROUPS_MIN', 'PageMap', 'Request', 'SavedCache', 'TensorCache', 'effective_ranks', 'estimate_projection', 'failure_name', 'fit_budget', 'head_moment', 'kind_of_keys_alone', 'leading_svd', 'length_factor', 'memory_need', 'merged_read_bytes', 'missed_by_columns', 'missed_by_tokens', 'pair_from_moments', 'simd_levels', 'spend_budget', 'system_info', 'too_small', 'use_simd_level']
+__all__: list[str] = ['CacheOptions', 'Clusters', 'DiskProbe', 'GROUPS_MIN', 'PageMap', 'Request', 'SavedCache', 'TensorCache', 'effective_ranks', 'estimate_projection', 'failure_name', 'fit_budget', 'head_moment', 'kind_of_keys_alone', 'leading_svd', 'length_factor', 'memory_need', 'merged_read_bytes', 'missed_by_columns', 'missed_by_tokens', 'pair_from_moments', 'retained_tokens_with', 'simd_levels', 'spend_budget', 'system_info', 'too_small', 'use_simd_level']
 class CacheOptions:
     checksum: bool
     cluster_score: str
@@ -526,7 +526,7 @@ def estimate_projection(kind: str, keys: torch.Tensor, query: torch.Tensor | Non
     ...
 def failure_name(error_number: typing.SupportsInt | typing.SupportsIndex) -> str:
     ...
-def fit_budget(options: CacheOptions, request: Request, need: collections.abc.Callable) -> tuple[int | list[int], int, int, str, int | None]:
+def fit_budget(options: CacheOptions, request: Request, need: collections.abc.Callable) -> tuple[int | list[int], int, int, str, int | None, int]:
     ...
 def head_moment(left: torch.Tensor, right: torch.Tensor, kv_heads: typing.SupportsInt | typing.SupportsIndex) -> torch.Tensor:
     ...
@@ -546,9 +546,11 @@ def missed_by_tokens(tokens: typing.SupportsInt | typing.SupportsIndex, context:
     ...
 def pair_from_moments(kind: str, keys: torch.Tensor, queries: torch.Tensor | None, rank: typing.SupportsInt | typing.SupportsIndex, counts: tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]) -> tuple[torch.Tensor, torch.Tensor]:
     ...
+def retained_tokens_with(options: CacheOptions, groups: typing.SupportsInt | typing.SupportsIndex) -> int:
+    ...
 def simd_levels() -> list[str]:
     ...
-def spend_budget(options: CacheOptions, request: Request, need: collections.abc.Callable, on_device: bool = False) -> tuple[int | list[int], int, int, str, int | None]:
+def spend_budget(options: CacheOptions, request: Request, need: collections.abc.Callable, on_device: bool = False) -> tuple[int | list[int], int, int, str, int | None, int]:
     ...
 def system_info(path: str) -> dict:
     """

@@ -103,7 +103,9 @@ def fit_budget(request: Request, shape: ModelShape, config: SwapConfig, need: Ne
     """The settings to use under a budget: `config` with rank, groups and pages that fit.
 
     From the smallest usable settings upwards: first rank and groups together up to the config's
-    own, then pages up to its `pages_per_layer`. A rank for each layer keeps its proportions.
+    own, then pages up to its `pages_per_layer`. A rank for each layer keeps its proportions. Where
+    retained tokens are attended in addition to selected groups, they are lowered in the same
+    proportion as the groups.
 
     Parameters
     ----------
@@ -161,6 +163,7 @@ def _searched(
         pages_max: int,
         summary_dtype: str,
         resident_layers: int | None,
+        keep_tokens: int,
     ) -> SwapConfig:
         sizes = {
             "summary.dtype": {"model": "auto"}.get(summary_dtype, summary_dtype),
@@ -170,6 +173,8 @@ def _searched(
         }
         if config.takes_projections:
             sizes["summary.rank"] = rank
+        if keep_tokens != options.keep_tokens:
+            sizes["retention.tokens"] = keep_tokens
         return dataclasses.replace(config, solutions=()).with_settings(sizes)
 
     def uses(*sizes: Any) -> dict[str, int]:
@@ -177,6 +182,19 @@ def _searched(
 
     options, asked = native_options(config, shape), _C.Request(*_plain(request))
     return sized(*getattr(_C, name)(options, asked, uses, *how))
+
+
+def with_groups(config: SwapConfig, shape: ModelShape, groups: int) -> SwapConfig:
+    """The config with fewer groups, the fewest pages for them, and its share of retained tokens."""
+    from kvswap_torch import _C
+
+    pages = max(groups, config.selection.max_step_tokens)
+    sizes = {"selection.top_k_groups": groups, "memory.pages_per_layer": pages}
+    options = native_options(config, shape)
+    tokens = _C.retained_tokens_with(options, groups)
+    if tokens != options.keep_tokens:
+        sizes["retention.tokens"] = tokens
+    return config.with_settings(sizes)
 
 
 def too_small(request: Request, need: Mapping[str, int], smallest: SwapConfig) -> str:

@@ -6,6 +6,7 @@
 #include "engine/plan.h"
 #include "kvswap/errors.h"
 #include "kvswap/memory_size.h"
+#include "methods/retention/retention_policy.h"
 #include "methods/summary/summary_encoder.h"
 
 namespace kvswap {
@@ -59,6 +60,7 @@ Settings between(const Settings& settings, const ModelShape& shape, int64_t step
     }
   }
   chosen.groups_max = part(kGroupsMin, settings.groups_max);
+  chosen.keep_tokens = retained_tokens_with(settings, chosen.groups_max);
   // Each query of a short chunk must find a page at least.
   chosen.pages_max = std::max(chosen.groups_max, settings.select_queries_max);
   return chosen;
@@ -122,6 +124,15 @@ std::string both(int64_t bytes) {
 
 std::span<const MissedByRows> missed_by_rows(bool on_device) {
   return std::span(kMissedByRows).first(on_device ? 1 : std::size(kMissedByRows));
+}
+
+int64_t retained_tokens_with(const Settings& settings, int64_t groups) {
+  const RetentionKind& kind = *RetentionKind::find(settings.keeper);
+  const bool is_share =
+      settings.rows != "none" && kind.keeps_tokens && kind.scored_by == ScoredBy::kAttention;
+  if (!is_share || groups >= settings.groups_max) return settings.keep_tokens;
+  const int64_t least = std::min(settings.group_tokens, settings.keep_tokens);
+  return std::max(least, settings.keep_tokens * groups / settings.groups_max);
 }
 
 int64_t length_factor(int64_t context) { return context > kLongContext ? 2 : 1; }

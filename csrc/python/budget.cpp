@@ -15,15 +15,15 @@ namespace kvswap {
 namespace {
 
 using Uses = std::map<std::string, int64_t>;
-/// What a budget decides: rank, groups_max, pages_max, summary_dtype, resident_layers.
-using Sizes = std::tuple<Rank, int64_t, int64_t, std::string, std::optional<int64_t>>;
+/// What a budget decides: rank, groups_max, pages_max, summary_dtype, resident_layers, keep_tokens.
+using Sizes = std::tuple<Rank, int64_t, int64_t, std::string, std::optional<int64_t>, int64_t>;
 
 Sizes sizes_of(const Settings& settings) {
   return {settings.rank, settings.groups_max, settings.pages_max, settings.summary_dtype,
-          settings.resident_layers};
+          settings.resident_layers, settings.keep_tokens};
 }
 
-/// need(rank, groups_max, pages_max, summary_dtype, resident_layers) returns bytes by use.
+/// need(*Sizes) returns bytes by use.
 Need need_of(const py::function& need) {
   return [&need](const Settings& settings, int64_t, int64_t) {
     return std::apply(need, sizes_of(settings)).cast<Uses>();
@@ -77,6 +77,12 @@ void bind_budget(py::module_& module) {
         return effective_ranks(options.settings, options.shape, options.is_calibrated);
       },
       py::arg("options"));
+  module.def(
+      "retained_tokens_with",
+      [](const CacheOptions& options, int64_t groups) {
+        return retained_tokens_with(options.settings, groups);
+      },
+      py::arg("options"), py::arg("groups"));
   module.def("missed_by_columns", &missed_by_dtype);
   module.def("missed_by_tokens", &missed_by_tokens, py::arg("tokens"), py::arg("context"));
   module.def("length_factor", &length_factor, py::arg("context"));

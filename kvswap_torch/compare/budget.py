@@ -11,7 +11,7 @@ from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.keep import drops
 from kvswap_torch.preset import find
-from kvswap_torch.sizing import ModelShape, Request, fit_budget, too_small
+from kvswap_torch.sizing import ModelShape, Request, fit_budget, too_small, with_groups
 from kvswap_torch.tuning.settings import Demand, Need, engine_need
 
 
@@ -50,7 +50,8 @@ class Bytes:
         return model_parts(self._model).identity
 
     def with_fewer_groups(self, config: SwapConfig, budget_bytes: int) -> SwapConfig:
-        """The settings with all their columns, and as many groups as then fit.
+        """The settings with all their columns, and as many groups as then fit, with their share of
+        retained tokens.
 
         Raises
         ------
@@ -62,10 +63,7 @@ class Bytes:
         need = self._under(budget_bytes)
 
         def at(groups: int) -> SwapConfig:
-            pages = max(groups, config.selection.max_step_tokens)
-            return config.with_settings(
-                {"selection.top_k_groups": groups, "memory.pages_per_layer": pages}
-            )
+            return with_groups(config, self.shape, groups)
 
         most = config.selection.top_k_groups
         least = min(_C.GROUPS_MIN, most)

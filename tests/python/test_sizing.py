@@ -21,6 +21,7 @@ from kvswap_torch.sizing import (
     fit_budget,
     native_options,
     spend_budget,
+    with_groups,
 )
 from tests.python.tiny_models import has_native
 
@@ -43,6 +44,14 @@ def plain_need(config: SwapConfig, shape: ModelShape, context: int, batch: int) 
         "projections": (4 if config.summary_dtype == "int4" else 8) * shape.width * ranks,
     }
     return uses | {name: sum(uses.values()) for name in ("total", "least")}
+
+
+def plain_retaining_need(config: SwapConfig, shape: ModelShape) -> dict[str, int]:
+    """The same with retained tokens."""
+    uses = plain_need(config, shape, 4000, 1)
+    kept = config.retention.tokens * 2 * shape.width * shape.element_bytes * shape.layers
+    total = uses["total"] + kept
+    return uses | {"kept": kept, "total": total, "least": total}
 
 
 def native_need(
@@ -349,6 +358,37 @@ def test_a_budget_with_a_config_only_lowers():
     assert (rich.rank, rich.groups_max, rich.pages_max) == (16, 50, 60)
     poor = settled(config, Budget(600 << 10, 4096, 1))
     assert poor.groups_max < 50 and poor.pages_max < 60
+
+
+@pytest.mark.parametrize("name", ["prkv", "prkv-auto", "arkv-recall"])
+def test_a_budget_lowers_retained_tokens_with_the_groups(name):
+    """Of 32 groups and 768 tokens 8 groups and 192: the memory of tokens is the groups' too."""
+    config = SwapConfig.preset(name)
+    most, tokens = config.selection.top_k_groups, config.retention.tokens
+    need = functools.partial(plain_retaining_need, shape=SHAPE)
+    seen = set()
+    whole = need(config)["total"]
+    for part in range(1, 33):
+        budget = whole * part // 32
+        with contextlib.suppress(BudgetError, ConfigError):
+            chosen = fit_budget(Request(budget, 4000, 1), SHAPE, config, need)
+            assert need(chosen)["total"] <= budget
+            groups = chosen.selection.top_k_groups
+            assert chosen.retention.tokens == tokens * groups // most
+            seen.add(groups)
+    assert min(seen) < most // 2 and max(seen) == most and len(seen) > 4
+
+
+def test_a_budget_leaves_retained_tokens_that_are_no_share():
+    """ShadowKV's outliers, and tokens that a user gives worths, are as many as was said."""
+    for settings in (
+        {"retention": {"policy": "user", "tokens": 64}},
+        {"retention": {"policy": "key_outliers", "tokens": 64}, "summary": {"kind": "mean"}},
+    ):
+        config = SwapConfig(**settings)
+        chosen = with_groups(config, SHAPE, 10)
+        assert chosen.selection.top_k_groups == 10
+        assert chosen.retention.tokens == 64
 
 
 def test_an_unknown_context_leaves_room_to_grow():
