@@ -19,8 +19,8 @@ using Uses = std::map<std::string, int64_t>;
 using Sizes = std::tuple<Rank, int64_t, int64_t, std::string, std::optional<int64_t>, int64_t>;
 
 Sizes sizes_of(const Settings& settings) {
-  return {settings.rank, settings.groups_max, settings.pages_max, settings.summary_dtype,
-          settings.resident_layers, settings.keep_tokens};
+  return {settings.rank,          settings.groups_max,      settings.pages_max,
+          settings.summary_dtype, settings.resident_layers, settings.keep_tokens};
 }
 
 /// need(*Sizes) returns bytes by use.
