@@ -75,7 +75,7 @@ KEEPING = (
         "prkv",
         "PRKV",
         "Long answers: tokens that matter to all of it stay, the others are chosen step by step.",
-        "In small budgets: its boxes take one part in 32 of the KV cache.",
+        "Facts asked for later; small budgets: its boxes take one part in 32 of the KV cache.",
         _PRKV,
         "",
         (*_OF_PRKV, "a fixed share of 0.25 is kept"),
@@ -84,7 +84,7 @@ KEEPING = (
         "prkv-auto",
         "PRKV, G",
         "As prkv, where prompts differ: how many tokens stay follows from how alike queries look.",
-        "In small budgets: its boxes take one part in 32 of the KV cache.",
+        "Facts asked for later; small budgets: its boxes take one part in 32 of the KV cache.",
         _PRKV
         | {"retention.budget": "prompt_adaptive", "retention.tokens": TOKENS * 3 // 4}
         | {"selection.top_k_groups": TOKENS // 32, "memory.pages_per_layer": TOKENS // 16},
