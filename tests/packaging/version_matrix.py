@@ -168,7 +168,9 @@ def run_libtorch(release: str, jobs: int) -> int:
     used = environment.ask(USED)
     check_used(Cell(OWN_PYTHON, release, pinned_transformers()), used, tree)
     told = run_tests(environment, LIBTORCH_TESTS, f"libtorch {release}")
-    result = {"torch": used["torch"], "libraries_built_for": used["libraries"]} | told
+    result = {
+        "python": used["python"], "torch": used["torch"], "libraries_built_for": used["libraries"],
+    } | told  # fmt: skip
     RESULTS.mkdir(exist_ok=True)
     libtorch_file(release).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(
@@ -236,11 +238,17 @@ def table(found: Iterable[dict[str, Any]]) -> str:
         built = sorted({each["libraries_built_for"] for each in row.values()})
         dates = sorted({each["date"] for each in row.values()})
         cells = [verdict(row[name]) if name in row else "" for name in names]
-        cpp = libtorch_file(torch.split("+")[0])
-        cells.append(verdict(json.loads(cpp.read_text())) if cpp.is_file() else "")
+        cells.append(libtorch_verdict(torch, python))
         shown = [torch, python, ", ".join(built), *cells, " to ".join(dates[:1] + dates[1:][-1:])]
         lines.append("| " + " | ".join(shown) + " |")
     return "\n".join(lines)
+
+
+def libtorch_verdict(torch: str, python: str) -> str:
+    """That of the C++ example, in the row of the Python that its libraries were built with."""
+    file = libtorch_file(torch.split("+")[0])
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return verdict(found) if found.get("python") == python else ""
 
 
 def verdict(result: dict[str, Any]) -> str:

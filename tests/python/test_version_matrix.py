@@ -48,11 +48,28 @@ def test_every_promised_pair_was_run_and_passed() -> None:
             assert told["torch"].split("+")[0] == torch and told["transformers"] == transformers
 
 
+def test_what_gpu_machines_have_was_run_and_passed() -> None:
+    """A Debian or Ubuntu image with CUDA 13: another Python than this one, the oldest releases."""
+    cell = matrix.Cell("3.12", matrix.TORCHES[0], matrix.TRANSFORMERS[0])
+    assert cell.has_passed(), f"{cell}: run: make version-matrix with --python 3.12"
+    told = json.loads(cell.file.read_text())
+    assert told["passed"] > 20 and told["python"].startswith("3.12.")
+    assert told["built_for_this_torch"] and told["libraries_built_for"] == told["torch"]
+
+
+@pytest.mark.parametrize("torch", [matrix.TORCHES[0]])
+def test_a_libtorch_program_was_run_on(torch: str) -> None:
+    told = json.loads(matrix.libtorch_file(torch).read_text())
+    assert told["passed"] and not told["failed"] and not told["skipped"]
+    assert told["torch"].split("+")[0] == torch and told["libraries_built_for"] == told["torch"]
+
+
 def test_a_table_has_releases_in_their_order_and_tells_what_failed(folder: Path) -> None:
     for number, each in enumerate([
         result(torch="2.11.0", transformers="5.9.0", date="2026-11-29"),
         result(torch="2.9.0", failed=["test_one"], passed=25, skipped=1),
         result(torch="2.11.0"),
+        result(torch="2.11.0", python="3.12.1"),
     ]):  # fmt: skip
         (folder / f"python-{number}.json").write_text(json.dumps(each))
     (folder / "libtorch-2.11.0.json").write_text(json.dumps(result(passed=5)))
@@ -62,6 +79,7 @@ def test_a_table_has_releases_in_their_order_and_tells_what_failed(folder: Path)
         "| 2.9.0 | 3.11.7 | 2.13.0+cpu |  | 25 of 26 pass, 1 skipped |  | 2026-11-27 |",
         "| 2.11.0 | 3.11.7 | 2.13.0+cpu | 26 of 26 pass | 26 of 26 pass "
         "| 5 of 5 pass | 2026-11-27 to 2026-11-29 |",
+        "| 2.11.0 | 3.12.1 | 2.13.0+cpu |  | 26 of 26 pass |  | 2026-11-27 |",
     ]
 
 
