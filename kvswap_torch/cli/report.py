@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape as escaped
 from rich.table import Table
 
-from kvswap_torch.errors import ConfigError
+from kvswap_torch.errors import ConfigError, StorageError
 from kvswap_torch.memory_size import format_bytes
 
 if TYPE_CHECKING:
@@ -42,8 +42,16 @@ STDOUT = Path("-")
 
 def error_line(error: BaseException) -> str:
     """What the user can mend, as a console prints it: one line, whatever it was worded as."""
-    text = re.sub(r"\s*\n\s*", " ", str(error).strip())
+    text = re.sub(r"\s*\n\s*", " ", _words(error).strip())
     return f"[bold red]error:[/bold red] {escaped(text or type(error).__name__)}"
+
+
+def _words(error: BaseException) -> str:
+    """Without the number and the second path that Python puts around our own sentence."""
+    if isinstance(error, StorageError) and error.strerror:
+        named = error.filename is None or str(error.filename) in error.strerror
+        return error.strerror if named else f"{error.strerror}: {error.filename!r}"
+    return str(error)
 
 
 def print_error(error: BaseException) -> None:
