@@ -64,7 +64,7 @@ int64_t bytes_of_group(const EngineOptions& apart, const RetentionPlan& plan) {
 RetentionPlan::RetentionPlan(const EngineOptions& apart)
     : kind(*RetentionKind::find(apart.keeper)),
       policy(policy_of(apart, kind)),
-      scores_attended(apart.keep_interval > 0 && kind.scored_by != ScoredBy::kUser &&
+      scores_attended(apart.keep_interval > 0 && kind.scored_by == ScoredBy::kAttention &&
                       apart.keep_scores == "attended"),
       scores_all_tokens(apart.keep_interval > 0 && apart.keep_scores == "disk"),
       shares_groups(apart.keep_share == "auto"),

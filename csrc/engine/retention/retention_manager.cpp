@@ -92,7 +92,7 @@ Status RetentionManager::observe_step(int64_t layer, const PagedAttentionArgs& a
   const EngineOptions& options = context_.options;
   if (context_.retention.kind.retains_online) return online_.observe_step(layer, attended, step_);
   if (!context_.plan.keeps_tokens(layer) || options.keep_interval == 0) return Status::ok();
-  if (context_.retention.kind.scored_by == ScoredBy::kUser) return Status::ok();
+  if (context_.retention.kind.scored_by != ScoredBy::kAttention) return Status::ok();
   if (context_.retention.scores_all_tokens) KVSWAP_RETURN_IF_ERROR(take_queries(layer, attended));
   bool is_weighed = false;
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
