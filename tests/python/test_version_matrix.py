@@ -57,8 +57,8 @@ def test_what_gpu_machines_have_was_run_and_passed() -> None:
     assert told["built_for_this_torch"] and told["libraries_built_for"] == told["torch"]
 
 
-@pytest.mark.parametrize("torch", [matrix.TORCHES[0]])
-def test_a_libtorch_program_was_run_on(torch: str) -> None:
+@pytest.mark.parametrize("torch", [matrix.TORCHES[0], matrix.TORCHES[-1]])
+def test_a_libtorch_program_was_run_on_the_oldest_and_the_newest(torch: str) -> None:
     told = json.loads(matrix.libtorch_file(torch).read_text())
     assert told["passed"] and not told["failed"] and not told["skipped"]
     assert told["torch"].split("+")[0] == torch and told["libraries_built_for"] == told["torch"]
