@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from kvswap_torch.config.engine import renamed
 from kvswap_torch.config.solution import ModelIdentity, identity_from
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.outside_file import check_safetensors, strict_json
@@ -114,6 +115,11 @@ def load_projections(
         raise ConfigError(f"{where}: must be a readable safetensors file: {error}") from error
 
 
+def _word(heads: str) -> str:
+    """As a config file has it."""
+    return str(renamed("heads", heads)[1])
+
+
 def _check_metadata(
     where: str, metadata: dict[str, str], model: ModelIdentity | None, heads: str
 ) -> None:
@@ -126,8 +132,8 @@ def _check_metadata(
     calibrated_for = metadata.get("heads", "all")
     if calibrated_for != heads:
         raise ConfigError(
-            f"{where}: must be calibrated for heads={heads}, was for heads={calibrated_for}; "
-            "calibrate for it, or leave projection_file out"
+            f"{where}: must be calibrated for selection.heads {_word(heads)}, was for "
+            f"{_word(calibrated_for)}; calibrate for it, or leave summary.projection_file out"
         )
     try:
         written_for = identity_from(strict_json(metadata.get("model", "{}")))
@@ -138,7 +144,7 @@ def _check_metadata(
         told = ", ".join(f"{n} {ours} (this model: {it})" for n, (ours, it) in differences.items())
         raise ConfigError(
             f"{where}: must be for the model it is used with, but was made for {told}; calibrate "
-            "this model, or leave projection_file out"
+            "this model, or leave summary.projection_file out"
         )
 
 
@@ -153,7 +159,7 @@ def _pair(where: str, file: Any, names: set[str], layer: int, rank: int, width: 
         if rows != width or columns < rank or not matrix.is_floating_point():
             raise ConfigError(
                 f"{where}: {name} must be floats [{width}, at least {rank}], got "
-                f"{matrix.dtype} {list(matrix.shape)}; calibrate again, or lower rank"
+                f"{matrix.dtype} {list(matrix.shape)}; calibrate again, or lower summary.rank"
             )
         matrix = matrix[:, :rank].to(torch.float32).contiguous()
         if not torch.isfinite(matrix).all():

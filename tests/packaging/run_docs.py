@@ -31,6 +31,7 @@ NEVER = {
     "make gpu-check": "needs a GPU",
     "make gpu-prebuilt": "fetches 530 MB; needs nvcc and the headers of another Python",
     "make oldest-torch": "runs in CI beside this",
+    "make version-matrix": "hours; test_version_matrix.py holds what it found",
     "make other-sums": "runs in CI beside this",
     "make wheels": "minutes a Python",
     "make release": "sets a tag; test_public_files.py tries it on a repository of its own",

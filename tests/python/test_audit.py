@@ -183,7 +183,7 @@ def test_what_the_pages_cannot_hold_is_said_once_with_its_size(tmp_path, capfd):
     counters = watched.session.counters()
     assert counters["groups_now_0"] == counters["groups_now_1"] == 6
     assert counters["missed_mass_excess"] > 0.3
-    said = [line for line in capfd.readouterr().err.splitlines() if "missed_mass_max" in line]
+    said = [line for line in capfd.readouterr().err.splitlines() if "max_missed_mass" in line]
     assert len(said) == 1
     assert "with all its 6 pages, where audit.max_missed_mass allows 5.0 %" in said[0]
 

@@ -115,10 +115,10 @@ def test_what_cannot_be_is_refused_by_name(tmp_path):
     pairs = [svd_keys(torch.randn(40, 32), 8)] * 3
     save_projections(tmp_path / "all.st", pairs, kind="svd_keys", model=identity)
     config = dataclasses.replace(EACH, projection_file="all.st", source=tmp_path / "config.json")
-    with pytest.raises(ConfigError, match="calibrated for heads=each, was for heads=all"):
+    with pytest.raises(ConfigError, match="calibrated for selection.heads per_head, was for joint"):
         KVSwapCache(model, tmp_path, config)
     save_projections(tmp_path / "each.st", pairs, kind="svd_keys", model=identity, heads="each")
-    with pytest.raises(ConfigError, match="calibrated for heads=all, was for heads=each"):
+    with pytest.raises(ConfigError, match="calibrated for selection.heads joint, was for per_head"):
         KVSwapCache(
             model, tmp_path, dataclasses.replace(config, projection_file="each.st", heads="all")
         )

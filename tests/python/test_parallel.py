@@ -82,7 +82,7 @@ def test_a_full_disk_on_one_rank_ends_all(layout: str, tmp_path: Path) -> None:
     assert failed["type"] == "BudgetError"
     assert other["type"] == "RankError"
     assert "rank 1 of 2 failed: BudgetError" in other["message"]
-    assert "disk_quota_bytes" in other["message"] and other["seconds"] < 30
+    assert "storage.max_disk_bytes" in other["message"] and other["seconds"] < 30
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def test_a_pass_is_one_of_two_and_a_step_is_short(tmp_path):
     with pytest.raises(ValueError, match="must be prefill or decode, got question"):
         session.begin_pass("question")
     session.begin_pass("decode")
-    with pytest.raises(ValueError, match=r"at most select_queries_max \(4\) tokens, got 5"):
+    with pytest.raises(ValueError, match=r"at most selection.max_step_tokens \(4\) tokens, got 5"):
         session.append(0, keys, keys)
     session.begin_pass("prefill")
     session.append(0, keys, keys)
