@@ -121,7 +121,8 @@ void bind_clusters(py::module_& module) {
       .def_property_readonly("left", &AdaptiveClusters::left)
       .def_property_readonly("pending",
                              [](const AdaptiveClusters& row) { return row.waiting().count(); })
-      .def_property_readonly("threshold", &AdaptiveClusters::threshold)
+      .def_property_readonly("threshold",
+                             [](const AdaptiveClusters& row) { return row.threshold().variance; })
       .def_property_readonly("splits",
                              [](const AdaptiveClusters& row) { return row.counts().splits; })
       .def_property_readonly("refused",

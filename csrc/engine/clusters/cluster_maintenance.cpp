@@ -12,6 +12,11 @@ KeyRows EnteringRow::keys() const {
   return keys;
 }
 
+int64_t EnteringRow::other_in_slots(int64_t cluster) const {
+  const AdaptiveClusters& clusters = data().clusters;
+  return data().pages.other_in_slots(cluster, clusters.table().place().first(clusters.left()));
+}
+
 bool ClusterMaintenance::too_many_wait(const EnteringRow& row) const {
   return std::ssize(row.data().pages.waiting()) > context_.clusters->options().waiting_max();
 }
@@ -23,6 +28,7 @@ Status ClusterMaintenance::drain(std::span<EnteringRow> rows) {
     for (EnteringRow& row : rows) row.bytes.forget_read();
     KVSWAP_RETURN_IF_ERROR(forced);
   }
+  for (const EnteringRow& row : rows) row.data().free_numbers();
   return Status::ok();
 }
 
@@ -44,14 +50,25 @@ Status ClusterMaintenance::settle_in_memory(EnteringRow& row) {
   return too_many_wait(row) ? pack_some(row) : Status::ok();
 }
 
-/// What a split has changed, the newest clusters first: the others' pages hold their tokens.
+/// What a split has changed: the pages of the older clusters hold tokens of the newer ones, which
+/// go first. They have the higher numbers, unless they were given one again.
 Status ClusterMaintenance::pack_changed(EnteringRow& row) {
-  const std::vector<int64_t> changed = row.data().clusters.changed();
+  std::vector<int64_t> left = row.data().clusters.changed();
   row.data().clusters.end_step();
-  for (size_t i = changed.size(); i-- > 0;) {
-    auto plan = writer_.plan(row.bytes, row.layer, row.sequence, changed[i]);
-    if (!plan || !row.bytes.are_in_memory(plan->tokens)) continue;
-    KVSWAP_RETURN_IF_ERROR(writer_.write(row.bytes, row.layer, row.sequence, {&*plan, 1}));
+  std::ranges::reverse(left);
+  for (bool has_written = true; has_written && !left.empty();) {
+    has_written = false;
+    std::vector<int64_t> later;
+    for (const int64_t cluster : left) {
+      auto plan = writer_.plan(row.bytes, row.layer, row.sequence, cluster);
+      if (plan && row.bytes.are_in_memory(plan->tokens)) {
+        KVSWAP_RETURN_IF_ERROR(writer_.write(row.bytes, row.layer, row.sequence, {&*plan, 1}));
+        has_written = true;
+      } else if (!plan && row.other_in_slots(cluster) >= 0) {
+        later.push_back(cluster);
+      }
+    }
+    left = std::move(later);
   }
   return Status::ok();
 }
@@ -117,8 +134,7 @@ std::vector<ClusterMaintenance::Forced> ClusterMaintenance::find_forced(Entering
     // After an error: clusters that were split from it still stand in its pages, and go first.
     while (!forced.is_split &&
            !writer_.plan(row.bytes, row.layer, row.sequence, forced.cluster).has_value()) {
-      forced.cluster = data.pages.other_in_slots(
-          forced.cluster, data.clusters.table().place().first(data.clusters.left()));
+      forced.cluster = row.other_in_slots(forced.cluster);
       KVSWAP_ASSERT(forced.cluster >= 0);
     }
     found.push_back(forced);

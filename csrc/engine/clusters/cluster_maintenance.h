@@ -18,6 +18,8 @@ struct EnteringRow {
 
   ClusterRow& data() const { return bytes.row(); }
   KeyRows keys() const;
+  /// See ClusterPages.
+  int64_t other_in_slots(int64_t cluster) const;
 };
 
 /// What becomes of rows whose tokens have entered: clusters are split, and packed anew, until no

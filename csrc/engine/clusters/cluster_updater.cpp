@@ -185,7 +185,6 @@ Status ClusterUpdater::enter_block(EnteringRow& row, int64_t end) {
   const RecordShape shape = context_.plan.record_shape;
   const int64_t width = shape.kv_heads * shape.head_dim;
   const int64_t begin = data.clusters.left();
-  const int64_t known = data.clusters.table().count();
   keys_.resize((end - begin) * width);
   for (int64_t token = begin; token < end; ++token) {
     if (is_outside(row, token)) {
@@ -198,22 +197,24 @@ Status ClusterUpdater::enter_block(EnteringRow& row, int64_t end) {
   keys.data = keys_.data();
   keys.width = keys.stride = width;
   keys.first = begin;
-  data.clusters.enter_prompt(keys, end, {.parallel = context_.threads()});
+  const std::vector<int64_t> made =
+      data.clusters.enter_prompt(keys, end, {.parallel = context_.threads()});
   keys_ = {};
-  const int64_t made = data.clusters.table().count();
-  std::vector<std::vector<int64_t>> members(made - known);
+  std::vector<int64_t> index_of(data.clusters.table().count(), -1);  // in made
+  for (size_t i = 0; i < made.size(); ++i) index_of[made[i]] = static_cast<int64_t>(i);
+  std::vector<std::vector<int64_t>> members(made.size());
   std::vector<int64_t> others;
   for (int64_t token = begin; token < end; ++token) {
     const int32_t cluster = data.clusters.table().place()[token];
-    if (cluster >= known) {
-      members[cluster - known].push_back(token);
+    if (cluster >= 0 && index_of[cluster] >= 0) {
+      members[index_of[cluster]].push_back(token);
     } else if (cluster >= 0) {
       others.push_back(token);
     }
   }
   std::vector<ClusterPlan> plans;
-  for (int64_t i = 0; i < std::ssize(members); ++i) {
-    if (auto plan = data.pages.plan(known + i, members[i])) plans.push_back(std::move(*plan));
+  for (size_t i = 0; i < made.size(); ++i) {
+    if (auto plan = data.pages.plan(made[i], members[i])) plans.push_back(std::move(*plan));
   }
   KVSWAP_RETURN_IF_ERROR(writer_.write(row.bytes, row.layer, row.sequence, plans));
   // Of a row whose clusters are full: they joined older ones.

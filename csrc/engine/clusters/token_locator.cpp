@@ -120,8 +120,7 @@ void truncate_clusters(EngineContext& context, const Batch& batch, int64_t layer
     for (const int64_t token : waiting) {
       if (token >= tokens) end_wait(shape, pages, layer, row.pages, token);
     }
-    release_slots(context, pages, layer, sequence, row.pages.truncate(tokens));
-    row.clusters.truncate(tokens);
+    release_slots(context, pages, layer, sequence, row.truncate(tokens));
   }
 }
 

@@ -53,7 +53,7 @@ void add_clusters(const Engine& engine, std::map<std::string, double>& counters)
     if (!context.clusters->has(layer)) continue;
     for (int64_t sequence = 0; sequence < engine.sequences().size(); ++sequence, ++rows) {
       const auto& [row, pages] = context.clusters->of(layer, sequence);
-      clusters += row.table().count();
+      clusters += row.table().numbers().used();
       for (const int32_t size : row.table().size()) tokens += size;
       waiting += std::ssize(pages.waiting());
       for (int64_t cluster = 0; cluster < row.table().count(); ++cluster) {

@@ -20,6 +20,7 @@ constexpr double kNoThreshold = -1;  // as it is saved
 struct LayerNumbers {
   std::vector<uint32_t> counts;      // [rows, kCounts]
   std::vector<double> thresholds;    // [rows]
+  std::vector<uint32_t> settled;     // [rows]: tokens that had left the tail then
   std::vector<double> variances;     // [clusters]
   std::vector<uint32_t> comparable;  // [clusters]
   std::vector<int32_t> pending;      // [tokens, 2]: the cluster, the token
@@ -70,7 +71,8 @@ void add_row(const EngineContext& context, int64_t layer, int64_t sequence,
                             context.clusters->room(layer)}) {
     all.counts.push_back(static_cast<uint32_t>(one));
   }
-  all.thresholds.push_back(row.clusters.threshold().value_or(kNoThreshold));
+  all.thresholds.push_back(row.clusters.threshold().variance.value_or(kNoThreshold));
+  all.settled.push_back(static_cast<uint32_t>(row.clusters.threshold().settled_at));
   all.variances.insert(all.variances.end(), table.variance().begin(), table.variance().end());
   all.comparable.insert(all.comparable.end(), table.comparable().begin(), table.comparable().end());
   for (const auto& [cluster, token] : row.clusters.waiting().all()) {
@@ -204,6 +206,11 @@ Status read_layer(const EngineContext& context, int64_t layer, const SavedCounts
     return found<double>(layer, what, "F64", count, 1, saved);
   };
   KVSWAP_RETURN_IF_ERROR(take(f64("cluster_thresholds", rows), all.thresholds));
+  all.settled.assign(rows, 0);
+  if (saved.has(saved_name(layer, "cluster_settled"))) {
+    KVSWAP_RETURN_IF_ERROR(
+        take(found<uint32_t>(layer, "cluster_settled", "U32", rows, 1, saved), all.settled));
+  }
   KVSWAP_RETURN_IF_ERROR(take(f64("cluster_variances", clusters), all.variances));
   KVSWAP_RETURN_IF_ERROR(take(
       found<uint32_t>(layer, "cluster_comparable", "U32", clusters, 1, saved), all.comparable));
@@ -243,6 +250,7 @@ ClusterNumbers numbers_of(const SavedLayerOfClusters& read, const RowAt& at, int
   }
   const double threshold = all.thresholds[at.sequence];
   if (!(threshold < 0)) numbers.threshold = threshold;
+  numbers.settled_at = all.settled[at.sequence];
   for (int64_t i = at.pending; i < at.pending + pending; ++i) {
     numbers.pending.push_back({all.pending[2 * i], all.pending[2 * i + 1]});
   }
@@ -327,6 +335,7 @@ void list_clusters(EngineContext& context, Batch& batch, int64_t layer,
   list_centroids(context, batch.size(), layer, tensors);
   list(layer, "cluster_counts", "U32", std::move(all.counts), kCounts, tensors);
   list(layer, "cluster_thresholds", "F64", std::move(all.thresholds), 1, tensors);
+  list(layer, "cluster_settled", "U32", std::move(all.settled), 1, tensors);
   list(layer, "cluster_variances", "F64", std::move(all.variances), 1, tensors);
   list(layer, "cluster_comparable", "U32", std::move(all.comparable), 1, tensors);
   list(layer, "cluster_pending", "I32", std::move(all.pending), 2, tensors);

@@ -20,17 +20,27 @@ std::vector<std::vector<int64_t>> parts_of(const KeyRows& keys, std::span<const 
   return parts;
 }
 
+int64_t clustered_of(const ClusterTable& table) {
+  return std::accumulate(table.size().begin(), table.size().end(), int64_t{0});
+}
+
 /// Fixed once: what is too wide stays the same while the row grows.
-void settle_threshold(const ClusterTable& table, double factor, std::optional<double>& threshold) {
-  if (threshold) return;
-  int64_t clustered = 0;
+void settle_threshold(const ClusterTable& table, double factor, int64_t left,
+                      SplitThreshold& threshold) {
+  if (threshold.variance) return;
+  const int64_t clustered = clustered_of(table);
+  if (clustered < kThresholdTokens) return;
   double sum = 0;
   for (int64_t cluster = 0; cluster < table.count(); ++cluster) {
-    clustered += table.size()[cluster];
     sum += table.size()[cluster] * table.variance()[cluster];
   }
-  if (clustered < kThresholdTokens) return;
-  threshold = factor * (sum / static_cast<double>(clustered));
+  threshold = {factor * (sum / static_cast<double>(clustered)), left};
+}
+
+/// A new cluster, which is listed.
+int64_t add(ClusterTable& table, std::vector<int64_t>& made) {
+  made.push_back(table.add());
+  return made.back();
 }
 
 bool is_usual(const KeyRows& keys, int64_t token) {
@@ -58,7 +68,9 @@ void AdaptiveClusters::grow(int64_t tokens_max) {
   changed_.resize(table_.clusters_max());
 }
 
-void AdaptiveClusters::enter_prompt(const KeyRows& keys, int64_t end, const Execution& execution) {
+std::vector<int64_t> AdaptiveClusters::enter_prompt(const KeyRows& keys, int64_t end,
+                                                    const Execution& execution) {
+  made_.clear();
   while (left_ < end) {
     const int64_t block = std::min(end - left_, options_.block_tokens);
     if (block >= options_.block_min()) {
@@ -69,7 +81,9 @@ void AdaptiveClusters::enter_prompt(const KeyRows& keys, int64_t end, const Exec
       enter_in_memory(keys, tokens);
     }
   }
+  std::vector<int64_t> made = std::exchange(made_, {});
   end_step();
+  return made;
 }
 
 std::vector<int64_t> AdaptiveClusters::enter(const KeyRows& keys, int64_t end,
@@ -104,15 +118,23 @@ std::vector<int64_t> AdaptiveClusters::changed() const {
 void AdaptiveClusters::end_step() {
   std::fill(changed_.begin(), changed_.end(), false);
   table_.forget_ahead();
+  made_.clear();
 }
 
-void AdaptiveClusters::truncate(int64_t tokens) {
-  if (tokens >= left_) return;
-  left_ = tokens;
-  table_.truncate(tokens);
+void AdaptiveClusters::truncate(int64_t tokens, const HasPages& has_pages) {
+  const bool is_crop = tokens < left_;
   waiting_.truncate(tokens);
+  const std::vector<int64_t> waited_for = waiting_.clusters();
+  table_.truncate(is_crop ? tokens : std::ssize(table_.place()), [&](int64_t cluster) {
+    return std::ranges::binary_search(waited_for, cluster) || has_pages(cluster);
+  });
+  if (!is_crop) return;
+  left_ = tokens;
   end_step();
-  if (table_.count() == 0) threshold_.reset();
+  if (tokens < threshold_.settled_at || clustered_of(table_) < kThresholdTokens) {
+    threshold_ = {};
+    settle_threshold(table_, options_.split_factor, left_, threshold_);
+  }
   for (; left_ < std::min<int64_t>(options_.sink_tokens, table_.place().size()); ++left_) {
     put_outside(left_);
   }
@@ -124,44 +146,45 @@ void AdaptiveClusters::enter_block(const KeyRows& keys, int64_t end, const Execu
     if (table_.place()[token] == kInSinks) continue;
     (is_usual(keys, token) ? tokens : others).push_back(token);
   }
-  const int64_t first = table_.count();
+  const auto first = std::ssize(made_);
   const auto usual = static_cast<int64_t>(tokens.size());
   const double share = static_cast<double>(usual) / static_cast<double>(options_.cluster_tokens);
   const int64_t wanted =
-      std::min({std::max<int64_t>(1, std::llrint(share)), table_.clusters_max() - first, usual});
+      std::min({std::max<int64_t>(1, std::llrint(share)), table_.numbers().left(), usual});
   if (wanted > 0) {
     for (const auto& part : parts_of(keys, tokens, wanted, execution)) {
-      table_.set(table_.add(), keys, part);
+      table_.set(add(table_, made_), keys, part);
     }
     tokens.clear();
   }
   left_ = end;
   tokens.insert(tokens.end(), others.begin(), others.end());
   enter_in_memory(keys, tokens);
-  settle_threshold(table_, options_.split_factor, threshold_);
+  settle_threshold(table_, options_.split_factor, left_, threshold_);
   divide_block(keys, first);
 }
 
 void AdaptiveClusters::enter_in_memory(const KeyRows& keys, std::span<const int64_t> tokens) {
   for (const int64_t token : tokens) {
     enter_by(ClusterUpdate::kAdaptive, keys, token, [](int64_t) { return true; });
-    end_step();
+    std::fill(changed_.begin(), changed_.end(), false);
   }
 }
 
 void AdaptiveClusters::divide_block(const KeyRows& keys, int64_t first) {
-  const int64_t made = table_.count();
-  for (int64_t cluster = first; cluster < made; ++cluster) {
+  const std::vector<int64_t> made(made_.begin() + first, made_.end());
+  for (const int64_t cluster : made) {
     if (table_.size()[cluster] > options_.cluster_tokens_max) {
       split(keys, cluster, members_of(*this, cluster));
     }
   }
   const int64_t most = std::min(table_.clusters_max(), options_.clusters_max(left_));
-  while (threshold_ && table_.count() > first && table_.count() < most) {
-    const auto variance = table_.variance();
-    const auto widest =
-        std::max_element(variance.begin() + first, variance.end()) - variance.begin();
-    if (!(variance[widest] > *threshold_)) break;
+  const auto is_narrower = [&](int64_t a, int64_t b) {
+    return table_.variance()[a] < table_.variance()[b];
+  };
+  while (threshold_.variance && std::ssize(made_) > first && table_.numbers().used() < most) {
+    const auto widest = *std::max_element(made_.begin() + first, made_.end(), is_narrower);
+    if (!(table_.variance()[widest] > *threshold_.variance)) break;
     split(keys, widest, members_of(*this, widest));
   }
 }
@@ -185,11 +208,11 @@ void AdaptiveClusters::enter_by(ClusterUpdate update, const KeyRows& keys, int64
   left_ = std::max(left_, token + 1);
   if (table_.place()[token] == kInSinks) return;
   if (!is_usual(keys, token)) {
-    counts_.refused += table_.is_full() ? 1 : 0;
+    counts_.refused += (table_.numbers().left() == 0) ? 1 : 0;
     open(keys, token);
   } else if (update == ClusterUpdate::kAdaptive) {
     enter_adaptive(keys, token, is_read);
-    settle_threshold(table_, options_.split_factor, threshold_);
+    settle_threshold(table_, options_.split_factor, left_, threshold_);
   } else if (update == ClusterUpdate::kLocal) {
     table_.put_outside(token, kIsPending);
     waiting_.add(PendingTokens::kNoCluster, token);
@@ -203,12 +226,13 @@ void AdaptiveClusters::enter_adaptive(const KeyRows& keys, int64_t token, const 
   const int64_t cluster = table_.nearest(keys, token, kAnySize);
   if (cluster < 0) return open(keys, token);
   const int64_t size = table_.size()[cluster];
-  const bool fits = threshold_ ? size < options_.cluster_tokens_max &&
-                                     table_.variance_with(cluster, keys.of(token)) <= *threshold_
-                               : size < options_.cluster_tokens;
+  const bool fits = threshold_.variance
+                        ? size < options_.cluster_tokens_max &&
+                              table_.variance_with(cluster, keys.of(token)) <= *threshold_.variance
+                        : size < options_.cluster_tokens;
   if (fits) {
     table_.join(cluster, keys, token);
-  } else if (table_.is_full()) {
+  } else if (table_.numbers().left() == 0) {
     ++counts_.refused;
     join_where_room_is(keys, token);
   } else if (!changed_[cluster] && is_read(cluster)) {
@@ -222,10 +246,10 @@ void AdaptiveClusters::enter_adaptive(const KeyRows& keys, int64_t token, const 
 }
 
 void AdaptiveClusters::open(const KeyRows& keys, int64_t token) {
-  if (table_.is_full()) {
+  if (table_.numbers().left() == 0) {
     join_where_room_is(keys, token);
   } else {
-    table_.set(table_.add(), keys, {&token, 1});
+    table_.set(add(table_, made_), keys, {&token, 1});
   }
 }
 
@@ -246,26 +270,32 @@ void AdaptiveClusters::cluster_later(const KeyRows& keys) {
       options_.update == ClusterUpdate::kLocal && waiting_.count() >= options_.waiting_max();
   if (!is_due) return;
   const std::vector<int64_t> tokens = waiting_.take(PendingTokens::kNoCluster);
-  const int64_t first = table_.count();
-  const int64_t count = std::min(ClusterOptions::kLocalClusters, table_.clusters_max() - first);
+  const int64_t count = std::min(ClusterOptions::kLocalClusters, table_.numbers().left());
   if (count == 0) {
     for (const int64_t token : tokens) join_where_room_is(keys, token);
     return;
   }
   const auto parts = parts_of(keys, tokens, count, {});
+  std::vector<int64_t> made;
   for (const auto& part : parts) {
-    const int64_t cluster = table_.add();
-    table_.set(cluster, keys, part);
-    changed_[cluster] = true;
+    made.push_back(add(table_, made_));
+    table_.set(made.back(), keys, part);
+    changed_[made.back()] = true;
   }
-  for (int64_t i = 0; i < std::ssize(parts); ++i) {
-    if (std::ssize(parts[i]) > options_.cluster_tokens_max) split(keys, first + i, parts[i]);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (std::ssize(parts[i]) > options_.cluster_tokens_max) split(keys, made[i], parts[i]);
   }
 }
 
 void AdaptiveClusters::take_in(const KeyRows& keys, int64_t cluster) {
   const std::vector<int64_t> waited = waiting_.take(cluster);
-  if (table_.is_full()) {
+  // After a crop they may be all that it has.
+  if (table_.size()[cluster] == 0 && std::ssize(waited) <= options_.cluster_tokens_max) {
+    table_.set(cluster, keys, waited);
+    changed_[cluster] = true;
+    return;
+  }
+  if (table_.numbers().left() == 0) {
     ++counts_.refused;
     for (const int64_t token : waited) join_where_room_is(keys, token);
     return;
@@ -280,7 +310,7 @@ void AdaptiveClusters::split(const KeyRows& keys, int64_t cluster, std::vector<i
   const auto most = static_cast<size_t>(options_.cluster_tokens_max);
   const auto smaller = [](const auto& a, const auto& b) { return a.size() < b.size(); };
   std::vector<std::vector<int64_t>> parts{std::move(tokens)};
-  while (table_.count() + static_cast<int64_t>(parts.size()) <= table_.clusters_max()) {
+  while (std::ssize(parts) <= table_.numbers().left()) {
     const auto largest = std::max_element(parts.begin(), parts.end(), smaller);
     if (parts.size() > 1 && largest->size() <= most) break;
     const std::vector<int64_t> part = std::move(*largest);
@@ -297,7 +327,7 @@ void AdaptiveClusters::split(const KeyRows& keys, int64_t cluster, std::vector<i
   for (size_t i = 0; i < parts.size(); ++i) {
     if (parts[i].size() > most) std::stable_partition(parts[i].begin(), parts[i].end(), is_member);
     const size_t retained = std::min(parts[i].size(), most);
-    const int64_t to = i == 0 ? cluster : table_.add();
+    const int64_t to = i == 0 ? cluster : add(table_, made_);
     table_.set(to, keys, std::span(parts[i]).first(retained));
     changed_[to] = true;
     homeless.insert(homeless.end(), parts[i].begin() + retained, parts[i].end());

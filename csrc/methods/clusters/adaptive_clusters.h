@@ -20,6 +20,14 @@ struct ClusterCounts {
   int64_t forced = 0;   // clusters read for what waited
 };
 
+/// That no cluster's variance is to exceed.
+struct SplitThreshold {
+  std::optional<double> variance;  // none until 512 tokens are clustered
+  int64_t settled_at = 0;  // tokens that had left the tail then; 0: not known, of an older file
+
+  bool operator==(const SplitThreshold&) const = default;
+};
+
 /// DynaKV: clusters of similar keys that grow, and split while decoding (4.1, 4.2, Algorithm 1).
 ///
 /// Of one row, its tokens named by their number. They leave the tail in order: those of the prompt
@@ -45,8 +53,7 @@ class AdaptiveClusters {
   /// Tokens that are in no cluster until theirs is split, or until they are clustered among
   /// themselves; they are attended in every step.
   const PendingTokens& waiting() const { return waiting_; }
-  /// That no cluster's variance is to exceed; none until 512 tokens are clustered.
-  std::optional<double> threshold() const { return threshold_; }
+  const SplitThreshold& threshold() const { return threshold_; }
   /// Room for more tokens, and clusters of them.
   void grow(int64_t tokens_max);
   /// Of a row with room for so many.
@@ -55,8 +62,8 @@ class AdaptiveClusters {
   /// Tokens before `end`, in blocks of ClusterOptions::block_min() at least: k-means, then what is
   /// too large is split, and what is too wide, the widest of the block first, while there are at
   /// most 1.25 times as many clusters as the tokens so far would fill. Nothing waits. Fewer tokens
-  /// enter one by one, as if every cluster had been read.
-  void enter_prompt(const KeyRows& keys, int64_t end, const Execution& execution);
+  /// enter one by one, as if every cluster had been read. Returns clusters that it made, in order.
+  std::vector<int64_t> enter_prompt(const KeyRows& keys, int64_t end, const Execution& execution);
 
   /// Tokens before `end` leave the tail, at the end of a step that has read these clusters. Returns
   /// clusters that had to be read besides, since too many tokens waited.
@@ -83,10 +90,13 @@ class AdaptiveClusters {
   std::vector<int64_t> changed() const;
   void end_step();
 
+  using HasPages = std::function<bool(int64_t cluster)>;
   /// Tokens from this one on stand in the tail again. Clusters are not what they would be had the
-  /// tokens never come: splits stay, and a number that is emptied below one that is not stays
-  /// taken. Sinks stay outside. Without any cluster left it begins anew.
-  void truncate(int64_t tokens);
+  /// tokens never come: splits stay. Sinks stay outside. A threshold that was settled with tokens
+  /// that are gone is settled by the clusters that are left, or is not settled any more. Numbers of
+  /// empty clusters are given to new ones, if no token waits for the cluster and it has no pages:
+  /// else others' tokens stand in them.
+  void truncate(int64_t tokens, const HasPages& has_pages);
 
  private:
   friend struct ClusterNumbers;
@@ -94,6 +104,7 @@ class AdaptiveClusters {
 
   void enter_block(const KeyRows& keys, int64_t end, const Execution& execution);
   void enter_in_memory(const KeyRows& keys, std::span<const int64_t> tokens);
+  /// What is too large, or too wide, of clusters made from made_[first] on.
   void divide_block(const KeyRows& keys, int64_t first);
   void enter_by(ClusterUpdate update, const KeyRows& keys, int64_t token, const IsRead& is_read);
   /// It joins its nearest cluster, has it split, or waits for it.
@@ -109,9 +120,10 @@ class AdaptiveClusters {
   ClusterTable table_;
   ClusterCounts counts_;
   int64_t left_;
-  std::optional<double> threshold_;
+  SplitThreshold threshold_;
   PendingTokens waiting_;
-  Marks changed_;  // by a split of this step, or made in it
+  Marks changed_;              // by a split of this step, or made in it
+  std::vector<int64_t> made_;  // in this step, in order
 };
 
 inline std::vector<int64_t> members_of(const AdaptiveClusters& clusters, int64_t cluster) {

@@ -37,6 +37,9 @@ std::optional<ClusterFault> fault_of_clusters(const ClusterNumbers& numbers,
   if (numbers.threshold && !(std::isfinite(*numbers.threshold) && *numbers.threshold >= 0)) {
     return fault("cluster_thresholds", "be finite, or negative for none");
   }
+  if (numbers.settled_at > limits.tokens) {
+    return fault("cluster_settled", "count tokens that are there");
+  }
   return std::nullopt;
 }
 
@@ -61,6 +64,33 @@ std::optional<ClusterFault> fault_of_pending(const ClusterNumbers& numbers,
   return std::nullopt;
 }
 
+/// Of clusters that stand in others' pages some are packed first: those in whose pages nobody else
+/// stands. A split moves tokens to newer clusters alone, which is why there are some.
+bool stand_in_a_circle(const std::map<int32_t, std::set<int64_t>>& pages, int64_t pages_a_cluster) {
+  std::map<int64_t, std::set<int64_t>> hosts;  // of a cluster, others in whose pages it stands
+  std::map<int64_t, int64_t> guests;           // of a cluster, others that stand in its pages
+  for (const auto& [cluster, slots] : pages) {
+    for (const int64_t slot : slots) {
+      const int64_t host = slot / pages_a_cluster;
+      if (host == cluster || !hosts[cluster].insert(host).second) continue;
+      ++guests[host];
+    }
+  }
+  std::vector<int64_t> alone;
+  for (const auto& [cluster, its] : hosts) {
+    if (!guests.contains(cluster)) alone.push_back(cluster);
+  }
+  size_t gone = 0;
+  for (; !alone.empty(); ++gone) {
+    const int64_t cluster = alone.back();
+    alone.pop_back();
+    for (const int64_t host : hosts[cluster]) {
+      if (--guests[host] == 0 && hosts.contains(host)) alone.push_back(host);
+    }
+  }
+  return gone < hosts.size();
+}
+
 /// Tokens of pages, and those that wait.
 std::optional<ClusterFault> fault_of_places(const ClusterNumbers& numbers,
                                             const ClusterLimits& limits) {
@@ -68,6 +98,7 @@ std::optional<ClusterFault> fault_of_places(const ClusterNumbers& numbers,
       limits.options.clusters_max(limits.room) * limits.pages_a_cluster * limits.page_tokens;
   std::set<int32_t> waiting;
   std::vector<bool> is_taken(slots);
+  const auto count = std::ssize(numbers.variances);
   std::map<int32_t, std::set<int64_t>> pages;  // that each cluster's tokens stand in
   for (int64_t token = 0; token < limits.tokens; ++token) {
     const int32_t place = numbers.places[token];
@@ -85,12 +116,14 @@ std::optional<ClusterFault> fault_of_places(const ClusterNumbers& numbers,
       return fault("clusters", "give each token in a cluster a place of its own");
     }
     is_taken[place] = true;
-    // A split moves tokens to newer clusters alone: what is packed is found in rising order.
     const int64_t page = place / limits.page_tokens;
-    if (page / limits.pages_a_cluster > cluster) {
-      return fault("clusters", "let no token stand in a newer cluster's page");
+    if (page / limits.pages_a_cluster >= count) {
+      return fault("clusters", "let each token stand in a page of a cluster that is there");
     }
     pages[cluster].insert(page);
+  }
+  if (stand_in_a_circle(pages, limits.pages_a_cluster)) {
+    return fault("clusters", "let no clusters stand in each other's pages in a circle");
   }
   const int64_t most = 2 * limits.pages_a_cluster;
   if (std::ranges::any_of(pages, [&](const auto& of) { return std::ssize(of.second) > most; })) {
@@ -115,21 +148,25 @@ std::optional<ClusterFault> fault_of(const ClusterNumbers& numbers, const Cluste
 
 void ClusterNumbers::restore(ClusterRow& row) const {
   restore(row.clusters.table_);
-  row.clusters.threshold_ = threshold;
+  row.clusters.threshold_ = {threshold, settled_at};
   for (const auto& [cluster, token] : pending) row.clusters.waiting_.add(cluster, token);
   row.clusters.left_ = std::ssize(clusters);
   row.pages.restore(places);
+  // Files of before numbers were given again may count fewer than tokens wait for.
+  auto count = std::ssize(variances);
+  for (const auto& [cluster, token] : pending) count = std::max<int64_t>(count, cluster + 1);
+  row.clusters.table_.numbers_.set(count, [](int64_t) { return true; });
+  row.free_numbers();
 }
 
 void ClusterNumbers::restore(ClusterTable& table) const {
   std::ranges::copy(clusters, table.place_.begin());
-  table.count_ = std::ssize(variances);
   std::ranges::copy(variances, table.variance_.begin());
   std::ranges::copy(comparable, table.counted_.begin());
   for (const int32_t cluster : clusters) {
     if (cluster >= 0) ++table.size_[cluster];
   }
-  for (int64_t cluster = 0; cluster < table.count_; ++cluster) {
+  for (int64_t cluster = 0; cluster < std::ssize(variances); ++cluster) {
     const auto first = centroids.begin() + cluster * table.width_;
     table.centroids_.set(cluster, std::vector<double>(first, first + table.width_));
   }

@@ -21,6 +21,7 @@ struct ClusterNumbers {
   std::vector<double> variances;    // [clusters]
   std::vector<int32_t> comparable;  // [clusters]: members that are
   std::optional<double> threshold;
+  int64_t settled_at = 0;  // tokens; 0: not known
   std::vector<Pending> pending;
 
   /// Into a row without tokens that has room for them; fault_of() has found none.

@@ -77,7 +77,7 @@ class ClusterPages {
   /// still in use by others.
   std::optional<ClusterPlan> plan(int64_t cluster, std::span<const int64_t> members,
                                   Pack pack = Pack::kLoose) const;
-  /// The newest of the clusters whose tokens stand in this one's slots, by the cluster that each
+  /// The highest of the clusters whose tokens stand in this one's slots, by the cluster that each
   /// token of the row belongs to; -1: there is no other.
   int64_t other_in_slots(int64_t cluster, std::span<const int32_t> clusters) const;
   /// The tokens stand there now. Returns slots that are empty since.

@@ -28,6 +28,16 @@ std::vector<ClusterRow::WaitedFor> ClusterRow::waited_for() const {
   return found;
 }
 
+std::vector<int32_t> ClusterRow::truncate(int64_t tokens) {
+  std::vector<int32_t> emptied = pages.truncate(tokens);
+  clusters.truncate(tokens, [this](int64_t cluster) { return pages.pages(cluster) > 0; });
+  return emptied;
+}
+
+void ClusterRow::free_numbers() {
+  clusters.truncate(clusters.left(), [this](int64_t cluster) { return pages.pages(cluster) > 0; });
+}
+
 int64_t pages_a_cluster(const MethodOptions& options) {
   return (options.clusters.cluster_tokens_max + options.group_tokens - 1) / options.group_tokens;
 }

@@ -22,6 +22,12 @@ struct ClusterRow {
     int64_t tokens = 0;
   };
   std::vector<WaitedFor> waited_for() const;
+
+  /// Tokens from this one on, none of which waits in `pages` any more, are in no cluster. Returns
+  /// slots that are empty since.
+  std::vector<int32_t> truncate(int64_t tokens);
+  /// See AdaptiveClusters: what a crop, or an error, has left.
+  void free_numbers();
 };
 
 /// The clusters of all layers and sequences. Takes its memory in grow(), which who charges it calls

@@ -19,6 +19,26 @@ void grow_to(std::vector<T>& values, int64_t count, T value) {
 
 }  // namespace
 
+int64_t NumberPool::take() {
+  if (free_ == 0) return count_++;
+  const auto lowest = std::find(is_free_.begin(), is_free_.end(), true);
+  *lowest = false;
+  --free_;
+  return lowest - is_free_.begin();
+}
+
+void NumberPool::set(int64_t count, const std::function<bool(int64_t number)>& is_used) {
+  count_ = count;
+  while (count_ > 0 && !is_used(count_ - 1)) --count_;
+  std::fill(is_free_.begin(), is_free_.end(), false);
+  free_ = 0;
+  for (int64_t number = 0; number < count_; ++number) {
+    if (is_used(number)) continue;
+    is_free_[number] = true;
+    ++free_;
+  }
+}
+
 ClusterTable::ClusterTable(int64_t width, int64_t tokens_max, int64_t clusters_max)
     : width_(width), centroids_(0, width) {
   grow(tokens_max, clusters_max);
@@ -30,13 +50,15 @@ void ClusterTable::grow(int64_t tokens_max, int64_t clusters_max) {
   grow_to(size_, clusters_max, 0);
   grow_to(counted_, clusters_max, 0);
   grow_to(variance_, clusters_max, 0.0);
+  numbers_.grow(clusters_max);
 }
 
 int64_t ClusterTable::bytes(int64_t width, int64_t tokens_max, int64_t clusters_max) {
   const int64_t blocks = (clusters_max + kCentroidBlock - 1) / kCentroidBlock;
   const int64_t each = 2 * sizeof(int32_t) + sizeof(double);
   return tokens_max * int64_t{sizeof(int32_t)} +
-         blocks * kCentroidBlock * width * int64_t{sizeof(float)} + clusters_max * each;
+         blocks * kCentroidBlock * width * int64_t{sizeof(float)} + clusters_max * each +
+         NumberPool::bytes(clusters_max);
 }
 
 std::vector<int64_t> ClusterTable::members(int64_t cluster, int64_t end) const {
@@ -86,7 +108,7 @@ void ClusterTable::hold(int64_t cluster, int64_t token) {
   ahead_.note_change(cluster);
 }
 
-void ClusterTable::truncate(int64_t tokens) {
+void ClusterTable::truncate(int64_t tokens, const std::function<bool(int64_t cluster)>& is_named) {
   forget_ahead();
   for (size_t token = tokens; token < place_.size(); ++token) {
     const int32_t cluster = place_[token];
@@ -94,8 +116,9 @@ void ClusterTable::truncate(int64_t tokens) {
     if (cluster < 0) continue;
     // Which of them were comparable is not known any more.
     counted_[cluster] = std::min(counted_[cluster], --size_[cluster]);
+    if (size_[cluster] == 0) variance_[cluster] = 0;
   }
-  for (; count_ > 0 && size_[count_ - 1] == 0; --count_) variance_[count_ - 1] = 0;
+  numbers_.set(count(), [&](int64_t number) { return size_[number] > 0 || is_named(number); });
 }
 
 double ClusterTable::variance_with(int64_t cluster, const float* key) const {
@@ -115,7 +138,7 @@ void ClusterTable::join(int64_t cluster, const KeyRows& keys, int64_t token) {
 OpenCentroids ClusterTable::below(int64_t size) const {
   return {.blocks = centroids_.data(),
           .size = this->size(),
-          .counted = {counted_.data(), static_cast<size_t>(count_)},
+          .counted = {counted_.data(), static_cast<size_t>(count())},
           .width = width_,
           .size_below = size};
 }

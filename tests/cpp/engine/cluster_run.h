@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine_run.h"
+#include "methods/clusters/cluster_numbers.h"
 #include "methods/clusters/cluster_selector.h"
 
 namespace kvswap {
@@ -203,6 +204,46 @@ class ClusterRun {
         });
       }
       ASSERT_TRUE(masks.empty());
+      check_numbers(layer, part, behind);
+    }
+  }
+
+  /// What would be saved of a row has no fault, and no number is lost: each is of a cluster with
+  /// tokens, is waited for, has pages in which others' tokens stand, or is given to a new one.
+  void check_numbers(int64_t layer, int64_t part, Behind behind) {
+    const auto& [clusters, pages] = row(layer, part);
+    const ClusterTable& table = clusters.table();
+    ClusterNumbers numbers;
+    for (int64_t token = 0; token < clusters.left(); ++token) {
+      numbers.clusters.push_back(table.place()[token]);
+      numbers.places.push_back(pages.place(token));
+    }
+    numbers.variances.assign(table.variance().begin(), table.variance().end());
+    numbers.comparable.assign(table.comparable().begin(), table.comparable().end());
+    numbers.threshold = clusters.threshold().variance;
+    numbers.settled_at = clusters.threshold().settled_at;
+    for (const auto& [cluster, token] : clusters.waiting().all()) {
+      numbers.pending.push_back({static_cast<int32_t>(cluster), static_cast<int32_t>(token)});
+    }
+    const auto fault = fault_of(numbers, {.tokens = clusters.left(),
+                                          .room = std::ssize(table.place()),
+                                          .width = table.width(),
+                                          .page_tokens = options_.group_tokens,
+                                          .pages_a_cluster = pages_a_cluster(options_.method()),
+                                          .options = options_.method().clusters});
+    const bool has_many =
+        behind == Behind::kMaybe && fault && fault->must.starts_with("let tokens");
+    ASSERT_TRUE(!fault || has_many) << fault->tensor << " must " << fault->must;
+    const std::vector<int64_t> waited_for = clusters.waiting().clusters();
+    int64_t in_use = 0;
+    for (int64_t c = 0; c < table.count(); ++c) {
+      const bool is_named = std::ranges::binary_search(waited_for, c) || pages.pages(c) > 0;
+      in_use += table.size()[c] > 0 || is_named ? 1 : 0;
+    }
+    if (behind == Behind::kNever) {
+      ASSERT_EQ(table.numbers().used(), in_use);
+    } else {
+      ASSERT_GE(table.numbers().used(), in_use);
     }
   }
 

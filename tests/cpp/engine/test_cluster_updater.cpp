@@ -51,6 +51,34 @@ TEST_P(Clustered, IsCroppedAnywhere) {
   }
 }
 
+/// A text that is changed again and again: new clusters stand where those did that a crop emptied.
+TEST_P(Clustered, GivesTheNumbersOfCroppedClustersAgain) {
+  ClusterRun run(options(), 9);
+  run.append(2, 160);
+  std::set<int64_t> emptied;
+  int64_t given_again = 0;
+  for (int cycle = 0; cycle < 12 && !HasFatalFailure(); ++cycle) {
+    for (int i = 0; i < 12 && !HasFatalFailure(); ++i) run.step(2, run.run().draw(1, 4));
+    for (const int64_t cluster : emptied) {
+      const auto sizes = run.row(0, 0).clusters.table().size();
+      given_again += cluster < std::ssize(sizes) && sizes[cluster] > 0 ? 1 : 0;
+    }
+    const auto before = run.row(0, 0).clusters.table().size();
+    const std::vector<int32_t> sizes(before.begin(), before.end());
+    run.run().crop(run.run().draw(40, 150));
+    run.check_all();
+    const auto after = run.row(0, 0).clusters.table().size();
+    emptied.clear();
+    for (int64_t c = 0; c < std::ssize(sizes); ++c) {
+      const bool is_empty = c >= std::ssize(after) || after[c] == 0;
+      if (sizes[c] > 0 && is_empty) emptied.insert(c);
+    }
+    if (!HasFatalFailure()) run.append(2, 160 - run.engine().positions(0));
+    run.check_all();
+  }
+  EXPECT_GT(given_again, 60);
+}
+
 TEST_P(Clustered, AuditsTellWhatWasMissed) {
   EngineOptions options = this->options();
   options.audit_every = 1;

@@ -39,6 +39,8 @@ struct Keys {
   std::vector<float> numbers;
 };
 
+bool no_pages(int64_t) { return false; }
+
 /// What must hold after every call. Of a cropped row centroids may be of tokens that are gone, and
 /// a cluster may have lost all of its own.
 void check(const AdaptiveClusters& row, const Keys& keys, const ClusterOptions& options,
@@ -67,6 +69,13 @@ void check(const AdaptiveClusters& row, const Keys& keys, const ClusterOptions& 
   ASSERT_EQ(pending, row.waiting().count());
   ASSERT_LT(pending, std::max<int64_t>(1, options.waiting_max()));
   std::vector<float> centroid(keys.width);
+  const std::vector<int64_t> waited_for = row.waiting().clusters();
+  int64_t clusters = 0;  // no number is lost
+  for (int64_t c = 0; c < table.count(); ++c) {
+    clusters += !members[c].empty() || std::ranges::binary_search(waited_for, c) ? 1 : 0;
+  }
+  ASSERT_EQ(table.numbers().used(), clusters);
+  ASSERT_EQ(table.numbers().left(), table.clusters_max() - clusters);
   for (int64_t c = 0; c < table.count(); ++c) {
     ASSERT_EQ(members[c], members_of(row, c));
     ASSERT_EQ(static_cast<int64_t>(members[c].size()), table.size()[c]);
@@ -123,7 +132,7 @@ void expect_same_bits(const AdaptiveClusters& one, const AdaptiveClusters& other
 void crop(AdaptiveClusters& row, const Keys& keys, const ClusterOptions& options, int64_t cut) {
   SCOPED_TRACE("crop to " + std::to_string(cut));
   const std::vector<int32_t> before(row.table().place().begin(), row.table().place().end());
-  row.truncate(cut);
+  row.truncate(cut, no_pages);
   check(row, keys, options, cut, true);
   if (testing::Test::HasFatalFailure()) return;
   ASSERT_TRUE(std::equal(before.begin(), before.begin() + cut, row.table().place().begin()));
@@ -136,7 +145,7 @@ void crop(AdaptiveClusters& row, const Keys& keys, const ClusterOptions& options
     ASSERT_GT(row.table().size()[cluster], 0);
   }
   ASSERT_TRUE(row.changed().empty());
-  ASSERT_TRUE(!sizes.empty() || !row.threshold());
+  ASSERT_TRUE(!sizes.empty() || !row.threshold().variance);
 }
 
 TEST(AdaptiveClusters, EveryTokenIsInExactlyOnePlaceAfterEveryCrop) {
@@ -188,11 +197,101 @@ TEST(AdaptiveClusters, EveryTokenIsInExactlyOnePlaceAfterEveryCrop) {
     if (testing::Test::HasFatalFailure()) return;
     // As if nothing had been before.
     AdaptiveClusters fresh(keys.width, tokens, options);
-    row.truncate(0);
+    row.truncate(0, no_pages);
     fresh.enter_prompt(keys.rows(), tokens, {});
     row.enter_prompt(keys.rows(), tokens, {});
     expect_same_bits(row, fresh, keys.width);
     EXPECT_EQ(row.threshold(), fresh.threshold());
+  }
+}
+
+/// Of a row's tokens, the mean variance of their clusters.
+double spread_of(const AdaptiveClusters& row) {
+  double sum = 0;
+  for (int64_t c = 0; c < row.table().count(); ++c) {
+    sum += row.table().size()[c] * row.table().variance()[c];
+  }
+  return sum / static_cast<double>(row.left());
+}
+
+int64_t empty_numbers(const AdaptiveClusters& row) {
+  return std::ranges::count(row.table().size(), 0);
+}
+
+/// Else crops would leave fewer and fewer numbers, and wider and wider clusters.
+TEST(AdaptiveClusters, NumbersThatACropHasEmptiedAreGivenAgain) {
+  constexpr int64_t kTokens = 3000;
+  for (const auto update :
+       {ClusterUpdate::kAdaptive, ClusterUpdate::kStatic, ClusterUpdate::kLocal}) {
+    for (const int64_t prompt : {1100, 2000, 2800}) {  // the rest is decoded
+      SCOPED_TRACE(testing::Message() << static_cast<int>(update) << " " << prompt);
+      const Keys keys(Kind::kMoving, kTokens, 8, 3);
+      const ClusterOptions options{
+          .cluster_tokens = 16, .cluster_tokens_max = 32, .update = update};
+      std::mt19937 generator(1);
+      const auto regrow = [&](AdaptiveClusters& row) {
+        if (row.left() < prompt) row.enter_prompt(keys.rows(), prompt, {});
+        while (row.left() < kTokens) {
+          std::vector<int64_t> read;
+          for (int64_t c = 0; c < row.table().count(); ++c) {
+            if (generator() % 8 == 0) read.push_back(c);
+          }
+          row.enter(keys.rows(), row.left() + 1, read);
+        }
+      };
+      AdaptiveClusters fresh(8, kTokens, options);
+      regrow(fresh);
+      AdaptiveClusters row(8, kTokens, options);
+      regrow(row);
+      for (int cycle = 0; cycle < 12; ++cycle) {
+        row.truncate(1000 + generator() % 1500, no_pages);
+        regrow(row);
+        ASSERT_EQ(row.table().numbers().used(), row.table().count() - empty_numbers(row));
+        ASSERT_GE(row.table().numbers().left(), empty_numbers(row));
+      }
+      row.truncate(1000, no_pages);
+      regrow(row);
+      EXPECT_EQ(empty_numbers(row), 0);
+      EXPECT_LT(spread_of(row), 1.1 * spread_of(fresh));
+      EXPECT_EQ(row.counts().refused, fresh.counts().refused);
+    }
+  }
+}
+
+/// Of the tokens that settled it some are gone: those that are left say what is too wide.
+TEST(AdaptiveClusters, AThresholdOfTokensThatAreGoneIsSettledAgain) {
+  constexpr int64_t kTokens = 2000;
+  Keys keys(Kind::kNormal, kTokens, 8, 3);
+  for (int64_t i = 1200 * 8; i < kTokens * 8; ++i) keys.numbers[i] = 50 + 10 * keys.numbers[i];
+  const ClusterOptions options{.cluster_tokens = 16, .cluster_tokens_max = 32};
+  AdaptiveClusters whole(8, kTokens, options);
+  whole.enter_prompt(keys.rows(), 1500, {});
+  whole.enter_prompt(keys.rows(), kTokens, {});
+  ASSERT_EQ(whole.threshold().settled_at, 1500);
+  for (int64_t cut = 10; cut < kTokens; cut += 10) {
+    SCOPED_TRACE(cut);
+    AdaptiveClusters row = whole;
+    row.truncate(cut, no_pages);
+    if (cut >= 1500) {
+      ASSERT_EQ(row.threshold(), whole.threshold());
+      continue;
+    }
+    ASSERT_EQ(row.threshold().variance.has_value(), cut >= 512);
+    ASSERT_EQ(row.threshold().settled_at, cut >= 512 ? cut : 0);
+    if (cut >= 512) {
+      ASSERT_DOUBLE_EQ(*row.threshold().variance, 1.25 * spread_of(row));
+    }
+    if (cut > 1200) continue;
+    AdaptiveClusters fresh(8, kTokens, options);
+    fresh.enter_prompt(keys.rows(), cut, {});
+    if (cut >= 512) {
+      ASSERT_LT(*row.threshold().variance, 1.5 * *fresh.threshold().variance);
+    }
+    // And no crop to the same place changes it again.
+    row.enter_prompt(keys.rows(), 1200, {});
+    const SplitThreshold settled = row.threshold();
+    row.truncate(std::max<int64_t>(cut, row.threshold().settled_at), no_pages);
+    ASSERT_EQ(row.threshold(), settled);
   }
 }
 
@@ -203,7 +302,7 @@ TEST(AdaptiveClusters, SinksStaySinksWhereverACropCuts) {
   for (int64_t cut = 0; cut <= 8; ++cut) {
     AdaptiveClusters row(4, 600, options);
     row.enter_prompt(keys.rows(), 600, {});
-    row.truncate(cut);
+    row.truncate(cut, no_pages);
     EXPECT_EQ(row.left(), std::max<int64_t>(cut, 6));
     row.enter_prompt(keys.rows(), 600, {});
     for (int64_t token = 0; token < 6; ++token) EXPECT_EQ(row.table().place()[token], kInSinks);
