@@ -86,8 +86,8 @@ class PlugIns:
         """
         if self.group_scores is not None:
             raise ValueError(
-                f"{call}: summary.kind must not be 'user' by group_scores, since what scores them is not "
-                "saved; to_dynamic() copies the cache"
+                f"{call}: summary.kind must not be 'user' by group_scores, since what scores them "
+                "is not saved; to_dynamic() copies the cache"
             )
 
     def belong_to(self, owner: Any) -> None:

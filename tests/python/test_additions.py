@@ -1,9 +1,9 @@
 """A setting, a summary and a retention policy, added to a copy of the sources, work.
 
-They are added as CONTRIBUTING.md says. The setting is one field of `SwapConfig`; the summary one C++
-file, one Python module, a line in each registry and its name among `summary.kind`; the policy one
-C++ file, a line in its registry and a class of its settings. Everything else, files, rules, schema,
-C++ settings and the engine, takes them from there.
+They are added as CONTRIBUTING.md says. The setting is one field of `SwapConfig`; the summary one
+C++ file, one Python module, a line in each registry and its name among `summary.kind`; the policy
+one C++ file, a line in its registry and a class of its settings. Everything else, files, rules,
+schema, C++ settings and the engine, takes them from there.
 """
 
 from __future__ import annotations

@@ -96,10 +96,12 @@ def session_options(directory, dtype: str) -> _C.CacheOptions:
 
 
 def test_other_rows_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="summary.dtype: must be left out where summary.kind is mean"):
+    told = "summary.dtype: must be left out where summary.kind is mean"
+    with pytest.raises(ValueError, match=told):
         native(options(tmp_path, rows="mean", summary_dtype="int4", group_tokens=16))
 
 
 def test_two_stages_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="summary.coarse_rank: must be left out where summary.dtype is"):
+    told = "summary.coarse_rank: must be left out where summary.dtype is"
+    with pytest.raises(ValueError, match=told):
         native(options(tmp_path, summary_dtype="int4", score_columns=4))
