@@ -96,7 +96,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         '#include "methods/retention/recent_only.h"',
         '#include "methods/retention/knorm.h"\n',
     )
-    insert(registry, "    &UserRetention::kKind,", "    &KNorm::kKind,\n")
+    insert(registry, "&UserRetention::kKind", "&KNorm::kKind, ")
     retention = tree / "kvswap_torch" / "config" / "retention.py"
     insert(retention, "#: Every policy by its name", POLICY)
     insert(retention, "UserRetention)\n", "KNorm, ")

@@ -16,7 +16,7 @@ class FirstEncoder final : public GroupEncoder {
     return GroupEncoder::shape_of(options, GroupRow::kMean);
   }
   static std::unique_ptr<SummaryEncoder> make(const MethodOptions& options,
-                                    const std::shared_ptr<class SummaryMemory>&) {
+                                              const std::shared_ptr<class SummaryMemory>&) {
     return std::make_unique<FirstEncoder>(options);
   }
 

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "methods/retention/retention_policy.h"
+#include "methods/summary/group_encoder.h"
 
 namespace kvswap {
 
@@ -23,7 +24,8 @@ class KNorm final : public RetentionPolicy {
         float square = 0;
         for (int64_t head = 0; head < group.kv_heads; ++head) {
           const auto* key = keys + head * group.keys.head_stride + token * group.keys.token_stride;
-          for (int64_t i = 0; i < group.head_dim; ++i) square += to_float(key[i]) * to_float(key[i]);
+          for (int64_t i = 0; i < group.head_dim; ++i)
+            square += to_float(key[i]) * to_float(key[i]);
         }
         scores[token] = 1 / (1 + square);
       }

@@ -1,6 +1,6 @@
 // additions CONFIG FOLDER: opens a session with the config, appends what stands in FOLDER's
-// keys.bin, asks with its query.bin, and prints the setting `patience` and the groups selected, then
-// the attention of the query.
+// keys.bin, asks with its query.bin, and prints the setting `patience` and the groups selected,
+// then the attention of the query.
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -32,6 +32,10 @@ int main(int, char** arguments) try {
   args.budget = {.kv_memory_bytes = 8 << 20, .max_context = tokens, .max_batch = 1};
   kvswap::Cache cache(args);
   cache.append(0, kvswap::NewTokens::packed(keys.data(), keys.data(), args.shape, 1, tokens));
+  // A prompt's own attention, after which a retention policy chooses.
+  const std::vector<float> asked(4 * tokens * 16);
+  std::vector<float> answered(asked.size());
+  cache.attend(0, kvswap::Queries::packed(asked.data(), 4, tokens, 16), 0.25f, answered.data());
   std::vector<float> output(query.size());
   cache.begin_pass(kvswap::Pass::kDecode);
   cache.attend(0, kvswap::Queries::packed(query.data(), 4, 1, 16), 0.25f, output.data());
