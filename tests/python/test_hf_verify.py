@@ -52,7 +52,7 @@ def test_without_a_page_to_spare_it_is_off_by_name(open_cache: Any) -> None:
     stats = decoded(
         tiny_model("llama"), open_cache, look_ahead="verify", groups_max=8, pages_max=8
     )[2]
-    assert stats.predictor.startswith("off: pages_max") and stats.prefetch_hits is None
+    assert stats.predictor.startswith("off: memory.pages_per_layer") and stats.prefetch_hits is None
 
 
 def test_layers_that_are_named_are_not_predicted(open_cache: Any) -> None:

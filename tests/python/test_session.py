@@ -373,7 +373,7 @@ def options_of(directory):
 def test_errors_have_their_classes(tmp_path):
     with pytest.raises(StorageError, match="missing"):
         native(options(tmp_path / "missing"))
-    with pytest.raises(ValueError, match="reader: must be one of"):
+    with pytest.raises(ValueError, match="storage.io_backend: must be one of"):
         native(options(tmp_path, reader="carrier pigeon"))
     session = native(options(tmp_path))
     keys = torch.randn(1, KV_HEADS, 10, HEAD_DIM)

@@ -108,7 +108,7 @@ def test_values_must_be_the_keys(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"records": "fp8"}, "the model's dtype, got records=fp8"),
+        ({"records": "fp8"}, "the model's dtype, got storage.kv_dtype fp8"),
         ({"device": "host"}, "pages must be the host's"),
         ({"sides": 3}, "sides must be 1..2, got 3"),
     ],
