@@ -136,8 +136,7 @@ Status EngineOptions::validate() const {
   }
   if (layout == "pools" && pages_a_cluster(method()) > kClusterPagesMax) {
     return Status::invalid(
-        "session: with storage.layout paired_pools clusters.max_tokens must be at "
-        "most " +
+        "session: with storage.layout paired_pools clusters.max_tokens must be at most " +
         std::to_string(kClusterPagesMax) + " pages of selection.group_tokens (" +
         std::to_string(kClusterPagesMax * group_tokens) + "), got " +
         std::to_string(cluster_tokens_max) +
@@ -147,8 +146,7 @@ Status EngineOptions::validate() const {
     return Status::invalid(
         "session: retention.policy must not be 'cake' where pages are a device's, nor be "
         "given layer_weights, since the CPU alone divides kept pages among layers; keep the cache "
-        "in host "
-        "memory");
+        "in host memory");
   }
   KVSWAP_RETURN_IF_ERROR(check_method(method()));
   KVSWAP_RETURN_IF_ERROR(check_context(*this, max_context));
@@ -185,8 +183,7 @@ Status EngineOptions::check_place() const {
   }
   if (!drops()) {
     return Status::invalid(
-        "session: directory must be given where every token is kept "
-        "(summary.kind " +
+        "session: directory must be given where every token is kept (summary.kind " +
         file_word("rows", rows) + ", retention.policy " + file_word("keeper", keeper) +
         "), got none" + end +
         ", or take what drops tokens: summary.kind none and a retention.policy");
@@ -194,8 +191,7 @@ Status EngineOptions::check_place() const {
   if (!exact_layers.empty()) {
     return Status::invalid(
         "session: selection.dense_layers must be empty without a directory, since they attend "
-        "everything, "
-        "got some" +
+        "everything, got some" +
         end);
   }
   if (RetentionPlan(*this).scores_all_tokens) {

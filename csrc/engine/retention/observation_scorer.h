@@ -37,9 +37,9 @@ class ObservationScorer {
         block_(context.plan) {}
 
   /// Adds to `mass` ([sealed tokens], or [tokens] if it is summed from refresh to refresh) the
-  /// attention that each token received from the window's queries, summed over them. What it is to
-  /// be scored by that says the RetentionPolicy. New tokens begin at 0. After an error a part of it
-  /// is added. Also sets the sequence's RetainedTokens::quality, spread and overlap, if the
+  /// attention that each token received from the window's queries, summed over them. The
+  /// RetentionPolicy says what tokens score by it. New tokens begin at 0. After an error a part of
+  /// it is added. Also sets the sequence's RetainedTokens::quality, spread and overlap, if the
   /// settings ask for them.
   Status score(int64_t layer, int64_t sequence, std::vector<float>& mass);
 

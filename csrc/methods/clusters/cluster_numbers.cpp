@@ -64,7 +64,7 @@ std::optional<ClusterFault> fault_of_pending(const ClusterNumbers& numbers,
   return std::nullopt;
 }
 
-/// Of clusters that stand in others' pages some are packed first: those in whose pages nobody else
+/// Of clusters that stand in others' pages some are packed first: those in whose pages no other
 /// stands. A split moves tokens to newer clusters alone, which is why there are some.
 bool stand_in_a_circle(const std::map<int32_t, std::set<int64_t>>& pages, int64_t pages_a_cluster) {
   std::map<int64_t, std::set<int64_t>> hosts;  // of a cluster, others in whose pages it stands

@@ -29,7 +29,7 @@ class NumberPool {
   int64_t left() const { return std::ssize(is_free_) - used(); }
   /// The lowest that is free, else a new one.
   int64_t take();
-  /// So many of them are used, or free where nobody uses them.
+  /// So many of them are used, or free where nothing uses them.
   void set(int64_t count, const std::function<bool(int64_t number)>& is_used);
 
  private:

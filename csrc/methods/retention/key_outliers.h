@@ -1,7 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <limits>
 #include <span>
 #include <vector>
 
@@ -28,9 +27,7 @@ class KeyOutliers final : public RetentionPolicy {
     std::fill(scores.begin(), scores.end(), key_outlier_score(group));
   }
   std::vector<int32_t> select(const RetainArgs& args) const override {
-    RetainArgs any = args;
-    any.floor = -std::numeric_limits<float>::infinity();  // a group of equal keys scores 0
-    return by_attention(any);
+    return by_any_score(args);  // a group of equal keys scores 0
   }
 };
 

@@ -23,7 +23,7 @@ class RetainedTokens {
   Window window;
   std::vector<float> mass;    // [tokens]: seen so far, or given
   bool begins_anew = false;   // the next attention is the first of `mass`, which is overwritten
-  std::vector<float> decay;   // [tokens] given beside it
+  std::vector<float> decay;   // [tokens] that comes with it
   int64_t queries_since = 0;  // decoded since the last choice
   bool is_staggered = false;  // and counted from where that of others is not
   int64_t seen_positions =
@@ -43,7 +43,7 @@ class RetainedTokens {
   };
   Before before;
   /// Rising: what rows of groups leave out, where they leave retained tokens out. Those that are
-  /// kept, but for groups whose rows are yet to be made again.
+  /// kept, without groups whose rows are yet to be made again.
   std::vector<int32_t> excluded;
   int64_t admitted_positions = 0;  // sealed ones before here had their chance to be kept
 
@@ -67,8 +67,8 @@ class RetainedTokens {
   void note_chunk(int64_t begin);
   /// `fresh` queries were decoded; a choice follows every `interval` of them, 0: none.
   void count_queries(int64_t fresh, int64_t interval);
-  /// While nobody needs a choice: where one would have followed, the attention received before
-  /// counts no more. keeps_window: but for what a prompt's queries see.
+  /// Where no choice is needed: where one would have followed, the attention received before
+  /// counts no more. keeps_window: what a prompt's queries see stays.
   void skip_refresh(int64_t interval, bool keeps_window);
   /// What was chosen is kept, and what was sealed before there had its chance.
   void end_refresh(int64_t sealed_positions);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 
 #include "io/status.h"
 
@@ -21,10 +22,9 @@ void pool_neighbours(std::span<float> mass, int64_t pool) {
   }
 }
 
-std::vector<int32_t> most_attended(const RetainArgs& args) {
-  std::vector<int32_t> retained = by_attention(args);
-  std::sort(retained.begin(), retained.end());
-  return retained;
+std::vector<int32_t> by_any_score(RetainArgs args) {
+  args.floor = -std::numeric_limits<float>::infinity();
+  return by_attention(args);
 }
 
 std::vector<int32_t> by_attention(const RetainArgs& args) {

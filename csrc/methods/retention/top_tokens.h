@@ -24,10 +24,10 @@ struct RetainArgs {
   float floor = 0;     // what has no more mass is never kept
 };
 
-/// The `tokens` of them with the most mass, in rising order; ties to the lower one. Padding and
+/// The `tokens` of them with the most mass, the best first; ties to the lower one. Padding and
 /// sinks are never kept.
-std::vector<int32_t> most_attended(const RetainArgs& args);
-/// The same, the best first.
 std::vector<int32_t> by_attention(const RetainArgs& args);
+/// The same of scores that may be 0 or less; without a floor only -inf is never kept.
+std::vector<int32_t> by_any_score(RetainArgs args);
 
 }  // namespace kvswap

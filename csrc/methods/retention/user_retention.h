@@ -1,6 +1,5 @@
 #pragma once
 
-#include <limits>
 #include <vector>
 
 #include "methods/retention/retention_policy.h"
@@ -26,11 +25,7 @@ class UserRetention final : public RetentionPolicy {
 
   explicit UserRetention(const RetentionOptions&) {}
 
-  std::vector<int32_t> select(const RetainArgs& args) const override {
-    RetainArgs any = args;
-    any.floor = -std::numeric_limits<float>::infinity();
-    return by_attention(any);
-  }
+  std::vector<int32_t> select(const RetainArgs& args) const override { return by_any_score(args); }
 };
 
 }  // namespace kvswap

@@ -23,6 +23,13 @@ PaddingMask all_valid(int64_t positions) {
   return valid;
 }
 
+/// In rising order.
+Positions most_attended(const RetainArgs& args) {
+  Positions retained = by_attention(args);
+  std::sort(retained.begin(), retained.end());
+  return retained;
+}
+
 TEST(RetentionKind, AreFoundByName) {
   for (const RetentionKind* kind : RetentionKind::all()) {
     EXPECT_EQ(RetentionKind::find(kind->name), kind);
