@@ -4,7 +4,8 @@ file(WRITE ${CMAKE_BINARY_DIR}/empty.cpp "// Stands in for a room that has no so
 
 # Sums that must have the same bits on every CPU: no product is added before it is rounded.
 foreach(source
-    kernels/cpu/nearest_centroid methods/clusters/k_means methods/clusters/cluster_table)
+    kernels/cpu/nearest_centroid kernels/cpu/int4_records methods/clusters/k_means
+    methods/clusters/cluster_table)
   set_source_files_properties(${PROJECT_SOURCE_DIR}/csrc/${source}.cpp
     PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
 endforeach()

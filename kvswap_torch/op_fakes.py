@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvswap_torch.int4_rows import int4_head_bytes
+
 BLOCK = 16  # tokens side by side in a summary
 
 
@@ -104,6 +106,18 @@ def _encode_records(records):
 @torch.library.register_fake("kvswap_torch::decode_records")
 def _decode_records(encoded, exponents, dtype):
     return encoded.new_empty(encoded.shape, dtype=dtype)
+
+
+@torch.library.register_fake("kvswap_torch::encode_int4_records")
+def _encode_int4_records(records):
+    tokens, head_dim = records.shape[-2:]
+    shape = (*records.shape[:-3], int4_head_bytes(tokens, head_dim))
+    return records.new_empty(shape, dtype=torch.uint8)
+
+
+@torch.library.register_fake("kvswap_torch::decode_int4_records")
+def _decode_int4_records(encoded, group_tokens, head_dim, dtype):
+    return encoded.new_empty((*encoded.shape[:-1], 2, group_tokens, head_dim), dtype=dtype)
 
 
 @torch.library.register_fake("kvswap_torch::prefetch_open")

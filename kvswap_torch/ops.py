@@ -1,8 +1,8 @@
 """The compiled ops, typed and documented: ``torch.ops.kvswap_torch.*``.
 
 In fp32 inside. On the CPU they run on torch's own threads, and the result does not depend on how
-many. Where CUDA was built all run on CUDA tensors too, but `linear_rows`, `encode_records`,
-`decode_records` and what reads files.
+many. Where CUDA was built all run on CUDA tensors too, but `linear_rows`, those that encode and
+decode records, and what reads files.
 Wrong shapes or dtypes raise ``ValueError`` with what must hold and what came.
 """
 
@@ -18,7 +18,13 @@ from kvswap_torch.attention_ops import (
     paged_attention,
 )
 from kvswap_torch.op_library import compiled as _ops
-from kvswap_torch.page_ops import decode_records, encode_records, transfer_records
+from kvswap_torch.page_ops import (
+    decode_int4_records,
+    decode_records,
+    encode_int4_records,
+    encode_records,
+    transfer_records,
+)
 from kvswap_torch.prefetch_ops import (
     prefetch_close,
     prefetch_open,
@@ -28,7 +34,9 @@ from kvswap_torch.prefetch_ops import (
 
 __all__ = [
     "attention_mass",
+    "decode_int4_records",
     "decode_records",
+    "encode_int4_records",
     "encode_records",
     "fp8_dequantize",
     "fp8_quantize",

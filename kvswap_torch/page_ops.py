@@ -1,4 +1,4 @@
-"""The ops over records in memory: their way between pools of pages, and their e4m3 form.
+"""The ops over records: their way between pools of pages, and their forms of eight and four bits.
 
 Conventions are those of `kvswap_torch.ops`, which has them too.
 """
@@ -72,3 +72,49 @@ def decode_records(encoded: Tensor, exponents: Tensor, dtype: torch.dtype) -> Te
         The same shape, of ``dtype``.
     """
     return _ops.decode_records(encoded, exponents, dtype)
+
+
+def encode_int4_records(records: Tensor) -> Tensor:
+    """Rounds records to four bits an element, as a file has them with ``storage.kv_dtype="int4"``.
+
+    Rows are rotated by a Hadamard matrix (QuaRot) in blocks of 64, 32 or 16 elements, the largest
+    that divides `head_dim`; each block has levels of 4 bits and a scale of 8. K is coded as the
+    mean of the record's rows and each row's difference to it: KIVI's range for each channel, in a
+    record that needs no other one. Coding again what was decoded may round again.
+
+    Parameters
+    ----------
+    records
+        ``[..., kv_heads, 2, group_tokens, head_dim]``, fp32, bf16 or fp16, on the CPU; `head_dim`
+        a multiple of 16.
+
+    Returns
+    -------
+    Tensor
+        ``[..., kv_heads, (2 * group_tokens + 1) * row_bytes]`` uint8: the mean of K, K, V. A row is
+        a byte of scale for each block, then `head_dim` / 2 bytes. A block with what is not finite
+        becomes NaN.
+    """
+    return _ops.encode_int4_records(records)
+
+
+def decode_int4_records(
+    encoded: Tensor, group_tokens: int, head_dim: int, dtype: torch.dtype
+) -> Tensor:
+    """The way back from :func:`encode_int4_records`.
+
+    Parameters
+    ----------
+    encoded
+        ``[..., kv_heads, bytes]`` uint8 on the CPU, as they were encoded.
+    group_tokens, head_dim
+        Of the records.
+    dtype
+        fp32, bf16 or fp16.
+
+    Returns
+    -------
+    Tensor
+        ``[..., kv_heads, 2, group_tokens, head_dim]`` of ``dtype``.
+    """
+    return _ops.decode_int4_records(encoded, group_tokens, head_dim, dtype)

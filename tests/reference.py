@@ -126,6 +126,17 @@ def float8_rounded(side: Tensor) -> Tensor:
     return (scaled.to(torch.float8_e4m3fn).float() * power).to(side.dtype)
 
 
+def rounded_records(records: str, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What records leave of their keys and values, each ``[..., group_tokens, head_dim]``."""
+    if records == "fp8":
+        return float8_rounded(keys), float8_rounded(values)
+    if records == "model":
+        return keys, values
+    encoded = encode_int4_records(torch.stack([keys, values], -3))
+    rounded = decode_int4_records(encoded, *keys.shape[-2:], keys.dtype)
+    return rounded[..., 0, :, :], rounded[..., 1, :, :]
+
+
 def encode_records(records: Tensor) -> tuple[Tensor, Tensor]:
     values = records.float()
     largest = values.abs().where(values.isfinite(), 0.0).amax((-2, -1))
@@ -140,6 +151,74 @@ def encode_records(records: Tensor) -> tuple[Tensor, Tensor]:
 
 def decode_records(encoded: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(encoded.float(), exponents[..., None, None]).to(dtype)
+
+
+def int4_block(head_dim: int) -> int:
+    return next((size for size in (64, 32) if head_dim % size == 0), 16)
+
+
+def rotated(rows: Tensor) -> Tensor:
+    """``[..., head_dim]`` in fp32, each block times its Hadamard matrix; its own inverse."""
+    block = int4_block(rows.shape[-1])
+    blocks = rows.unflatten(-1, (-1, block))
+
+    def summed(blocks: Tensor, halves: tuple[int, ...]) -> Tensor:
+        for half in halves:
+            pairs = blocks.unflatten(-1, (-1, 2, half))
+            low, high = pairs[..., 0, :], pairs[..., 1, :]
+            blocks = torch.stack([low + high, low - high], -2).flatten(-3)
+        return blocks
+
+    blocks = summed(blocks, tuple(2**i for i in range(block.bit_length() - 1)))
+    return (blocks * torch.tensor(block**-0.5, dtype=torch.float32)).flatten(-2)
+
+
+def int4_scale(code: Tensor) -> Tensor:
+    bits = (code.to(torch.int32) + (107 * 8 - 1)) << 20
+    scale = bits.view(torch.float32).where(code > 0, 0.0)
+    return scale.where(code < 255, torch.nan)
+
+
+def int4_row(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """``[..., head_dim]`` that are rotated: their bytes, and what these stand for."""
+    block = int4_block(rows.shape[-1])
+    blocks = rows.unflatten(-1, (-1, block))
+    largest = blocks.abs().amax(-1)
+    is_finite = blocks.isfinite().all(-1)
+    bits = (largest.where(is_finite, 1.0) / 7.5).view(torch.int32)
+    code = (((bits + (1 << 20) - 1) >> 20) - (107 * 8 - 1)).clamp(1, 254)
+    code = code.where(largest > 0, 0).where(is_finite, 255)
+    step = int4_scale(code)[..., None]
+    inverse = (1.0 / step).where(step > 0, 0.0)
+    levels = (blocks * inverse + 8.0).nan_to_num(0.0).clamp(0, 15).int()
+    low, high = levels.chunk(2, -1)
+    pairs = (low | high << 4).flatten(-2)
+    return torch.cat([code, pairs], -1).to(torch.uint8), ((levels - 7.5) * step).flatten(-2)
+
+
+def encode_int4_records(records: Tensor) -> Tensor:
+    keys, values = rotated(records.float()).unbind(-3)
+    is_finite = keys.isfinite().all(-1)
+    total = torch.zeros_like(keys[..., 0, :])
+    for token in range(keys.shape[-2]):
+        total = total + keys[..., token, :].where(is_finite[..., token, None], 0.0)
+    counted = is_finite.sum(-1, keepdim=True).clamp_min(1)
+    mean, stands_for = int4_row(total * (1.0 / counted))
+    apart = int4_row(keys - stands_for[..., None, :])[0]
+    return torch.cat([mean[..., None, :], apart, int4_row(values)[0]], -2).flatten(-2)
+
+
+def decode_int4_records(
+    encoded: Tensor, group_tokens: int, head_dim: int, dtype: torch.dtype
+) -> Tensor:
+    block = int4_block(head_dim)
+    rows = encoded.unflatten(-1, (2 * group_tokens + 1, -1))
+    codes, pairs = rows.split([head_dim // block, head_dim // 2], -1)
+    pairs = pairs.unflatten(-1, (-1, block // 2)).int()
+    levels = torch.cat([pairs & 15, pairs >> 4], -1)
+    found = ((levels - 7.5) * int4_scale(codes)[..., None]).flatten(-2)
+    keys = found[..., 1 : group_tokens + 1, :] + found[..., :1, :]
+    return rotated(torch.stack([keys, found[..., group_tokens + 1 :, :]], -3)).to(dtype)
 
 
 def transfer_records(source: Tensor, target: Tensor, read: Tensor, written: Tensor) -> None:

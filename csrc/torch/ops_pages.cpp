@@ -8,8 +8,10 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/int4_records.h"
 #include "kernels/record_codec.h"
 #include "torch/op_checks.h"
+#include "torch/parallel.h"
 
 namespace kvswap {
 namespace {
@@ -200,9 +202,65 @@ at::Tensor decode_records_cpu(const at::Tensor& encoded, const at::Tensor& expon
   return records;
 }
 
+Int4Shape int4_shape(const char* where, RecordShape record, at::ScalarType dtype) {
+  check_floating(where, "dtype", dtype);
+  TORCH_CHECK_VALUE(record.head_dim > 0 && record.head_dim % kInt4HeadUnit == 0, where,
+                    ": head_dim must be a multiple of ", kInt4HeadUnit, ", got ", record.head_dim);
+  check_range(where, "group_tokens", record.group_tokens, 1, kGroupTokensMax);
+  record.element_bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  return {record, to_dtype(dtype)};
+}
+
+at::Tensor encode_int4_records_cpu(const at::Tensor& records) {
+  const Sides sides = sides_of("encode_int4_records", "records", records);
+  const Int4Shape shape = int4_shape("encode_int4_records", sides.shape, records.scalar_type());
+  const at::Tensor source = records.contiguous();
+  std::vector<int64_t> sizes = records.sizes().slice(0, records.dim() - 3).vec();
+  sizes.push_back((2 * sides.shape.group_tokens + 1) * shape.row_bytes());
+  at::Tensor encoded = at::empty(sizes, records.options().dtype(at::kByte));
+  const std::vector<char*> from = addresses_of(source, sides.count);
+  const std::vector<char*> to = addresses_of(encoded, sides.count);
+  at_parallel_for()(sides.count, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      encode_int4_record(shape, reinterpret_cast<const std::byte*>(from[i]),
+                         reinterpret_cast<std::byte*>(to[i]));
+    }
+  });
+  return encoded;
+}
+
+at::Tensor decode_int4_records_cpu(const at::Tensor& encoded, int64_t group_tokens,
+                                   int64_t head_dim, at::ScalarType dtype) {
+  constexpr const char* kWhere = "decode_int4_records";
+  check_dtype(kWhere, "encoded", encoded, at::kByte);
+  TORCH_CHECK_VALUE(encoded.dim() >= 2, kWhere, ": encoded must be [..., kv_heads, bytes], got ",
+                    encoded.sizes());
+  const Int4Shape shape = int4_shape(kWhere, {encoded.size(-2), group_tokens, head_dim, 0}, dtype);
+  const int64_t bytes = (2 * group_tokens + 1) * shape.row_bytes();
+  TORCH_CHECK_VALUE(encoded.size(-1) == bytes, kWhere, ": encoded must have ", bytes,
+                    " bytes for each KV head of ", group_tokens, " tokens of ", head_dim, ", got ",
+                    encoded.size(-1));
+  std::vector<int64_t> sizes = encoded.sizes().slice(0, encoded.dim() - 1).vec();
+  sizes.insert(sizes.end(), {2, group_tokens, head_dim});
+  at::Tensor records = at::empty(sizes, encoded.options().dtype(dtype));
+  const at::Tensor source = encoded.contiguous();
+  const int64_t count = encoded.numel() / std::max<int64_t>(1, encoded.size(-2) * bytes);
+  const std::vector<char*> from = addresses_of(source, count);
+  const std::vector<char*> to = addresses_of(records, count);
+  at_parallel_for()(count, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      decode_int4_record(shape, reinterpret_cast<const std::byte*>(from[i]),
+                         reinterpret_cast<std::byte*>(to[i]));
+    }
+  });
+  return records;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(kvswap_torch, CPU, library) {
+  library.impl("encode_int4_records", encode_int4_records_cpu);
+  library.impl("decode_int4_records", decode_int4_records_cpu);
   library.impl("encode_records", encode_records_cpu);
   library.impl("decode_records", decode_records_cpu);
 }

@@ -31,6 +31,10 @@ TORCH_LIBRARY(kvswap_torch, library) {
       "Tensor target_slots) -> ()");
   define("encode_records(Tensor records) -> (Tensor encoded, Tensor exponents)");
   define("decode_records(Tensor encoded, Tensor exponents, ScalarType dtype) -> Tensor");
+  define("encode_int4_records(Tensor records) -> Tensor");
+  define(
+      "decode_int4_records(Tensor encoded, int group_tokens, int head_dim, ScalarType dtype) "
+      "-> Tensor");
   define(
       "prefetch_open(str path, int record_bytes, int first_byte=0, str reader=\"auto\", "
       "str io=\"auto\", int depth=64) -> Tensor");

@@ -84,6 +84,37 @@ def test_what_was_decoded_is_encoded_without_a_change(dtype):
     assert torch.equal(ops.encode_records(strided)[1], ops.encode_records(strided.contiguous())[1])
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 2, 4, 16), (0, 2, 2, 4, 16), (5, 3, 2, 7, 96), (3, 2, 2, 8, 128), (2, 1, 2, 1, 64)],
+)
+def test_records_in_int4(dtype, shape):
+    source = torch.randn(shape) * torch.logspace(-6, 4, shape[-1], base=2) + torch.randn(shape[-1])
+    source = source.to(dtype)
+    if shape[0]:
+        source[0] = 0
+        source[-1, ..., 0, 0, 1] = float("inf")
+        source[-1, ..., 1, 0, 2] = float("nan")
+    encoded = ops.encode_int4_records(source)
+    assert torch.equal(encoded, reference.encode_int4_records(source))
+    tokens, head_dim = shape[-2:]
+    back = ops.decode_int4_records(encoded, tokens, head_dim, dtype)
+    expected = reference.decode_int4_records(encoded, tokens, head_dim, dtype)
+    torch.testing.assert_close(back, expected, rtol=0, atol=0, equal_nan=True)
+    strided = source.transpose(-1, -2).contiguous().transpose(-1, -2)
+    assert torch.equal(ops.encode_int4_records(strided), encoded)
+    assert back.shape == source.shape and back.dtype == dtype
+
+
+def test_int4_is_a_tenth_off_and_e4m3_less():
+    source = torch.randn(64, 8, 2, 8, 128)
+    back = ops.decode_int4_records(ops.encode_int4_records(source), 8, 128, torch.float32)
+    finer = ops.decode_records(*ops.encode_records(source), torch.float32)
+    error, less = ((found - source).norm() / source.norm() for found in (back, finer))
+    assert 0.05 < error < 0.11 and less < 0.5 * error
+
+
 def test_opcheck():
     source, target = torch.randn(3, 2, 2, 4, 8), torch.zeros(5, 2, 2, 4, 8)
     opcheck(ops_of.transfer_records, (source, target, slots_of([0, 2]), slots_of([4, 1])))
@@ -92,6 +123,13 @@ def test_opcheck():
     # test_schema cannot compare fp8 inputs: torch has no arithmetic for them.
     others = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     opcheck(ops_of.decode_records, (encoded, exponents, torch.float16), test_utils=others)
+
+
+def test_opcheck_of_int4():
+    source = torch.randn(3, 2, 2, 4, 48)
+    opcheck(ops_of.encode_int4_records, (source,))
+    encoded = ops.encode_int4_records(source)
+    opcheck(ops_of.decode_int4_records, (encoded, 4, 48, torch.float16))
 
 
 PAGES = torch.zeros(3, 2, 2, 4, 8)
@@ -130,6 +168,18 @@ EACH = slots_of([0], [0], [0])
         (
             lambda: ops.transfer_records(PAGES, PAGES[:, :1].contiguous(), ONE, ONE),
             "target must have 2 KV heads, or one and a row of slots for each, got 1 and 1",
+        ),
+        (
+            lambda: ops.encode_int4_records(PAGES),
+            "encode_int4_records: head_dim must be a multiple of 16, got 8",
+        ),
+        (
+            lambda: ops.decode_int4_records(torch.zeros(2, 35).byte(), 2, 16, torch.half),
+            "encoded must have 45 bytes for each KV head of 2 tokens of 16, got 35",
+        ),
+        (
+            lambda: ops.decode_int4_records(PAGES, 2, 16, torch.half),
+            "decode_int4_records: encoded must be Byte, got Float",
         ),
         (lambda: ops.encode_records(PAGES[:, :, :1]), r"records must be \[\.\.\., kv_heads, 2, gr"),
         (lambda: ops.encode_records(PAGES.double()), "encode_records: records must be float32"),
