@@ -16,7 +16,7 @@ from bench.contenders import SELECTED_TOKENS, fill_file, kv_file_size
 from bench.kv_file import KvFile
 from bench.side_by_side.child import Order
 from bench.side_by_side.memory_cap import MemoryCap
-from bench.side_by_side.plan import MEMORY_PART, ON_FILE, Cell, Room
+from bench.side_by_side.plan import ALWAYS, MEMORY_PART, ON_FILE, Cell, Room
 from bench.side_by_side.roofline import DiskBandwidth, describe, floor_of
 from bench.side_by_side.steering import Child, ChildError
 
@@ -90,6 +90,8 @@ class Measurement:
             undo.callback(self.kv_file.unlink, missing_ok=True)
             undo.callback(self._end)
             for wave in waves:
+                if any(key in ON_FILE for key in wave):
+                    self._measure([key for key in ALWAYS if key in self.runs])
                 self._open_wave(wave)
                 self._decode([key for key in wave if key in self.runs])
                 last = wave is waves[-1]
@@ -167,15 +169,19 @@ class Measurement:
                 except ChildError as error:
                     self._fail(key, error)
 
-    def _finish(self, keys: list[str]) -> None:
-        """Their last wave is over."""
-        for key in [key for key in keys if key in self.runs]:
-            run = self.runs[key]
+    def _measure(self, keys: list[str]) -> None:
+        """Their rows, of the steps so far; none is measured twice."""
+        for key in [key for key in keys if key in self.runs and key not in self.rows]:
             try:
-                self.rows[key] = self._row(key, run)
+                self.rows[key] = self._row(key, self.runs[key])
             except ChildError as error:
                 self.empty[key] = str(error)
-            run.child.close()
+
+    def _finish(self, keys: list[str]) -> None:
+        """Their last wave is over."""
+        self._measure(keys)
+        for key in [key for key in keys if key in self.runs]:
+            self.runs[key].child.close()
 
     def _fail(self, key: str, error: ChildError) -> None:
         self.empty[key] = str(error)

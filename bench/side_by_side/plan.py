@@ -245,18 +245,22 @@ class Room:
     def waves(self, cell: Cell, keys: Iterable[str]) -> list[list[str]]:
         """Who runs at a time, as many as there is room for; `ALWAYS` (of `keys`) in each wave.
 
-        Peers on a file are in one wave, which the file lives for.
+        Peers on a file are in one wave, which the file lives for: the last, since they read so much
+        that the disk is slower for who comes after them.
         """
         keys = list(keys)
         always = [key for key in ALWAYS if key in keys]
         on_file = [key for key in keys if key in ON_FILE]
         rest = [[key] for key in keys if key not in ALWAYS and key not in ON_FILE]
         waves = [list(always)]
-        for together in ([on_file] if on_file else []) + rest:
+        for together in rest:
             wave = waves[-1] + together
             if len(waves[-1]) > len(always) and not self._holds(cell, wave):
                 waves.append(list(always))
             waves[-1] += together
+        if on_file:
+            last = always + on_file
+            waves = [*waves, last] if waves[-1] != always else [*waves[:-1], last]
         return waves
 
     def _holds(self, cell: Cell, wave: list[str]) -> bool:

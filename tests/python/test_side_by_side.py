@@ -222,16 +222,19 @@ def test_who_cannot_run_is_told_why():
 def test_waves_fit_and_pair_everybody_with_kvswap():
     cell, keys = Cell("1b", 131072, 8), list(LABELS)
     assert PLENTY.waves(cell, keys) == [
-        ["kvswap", "floor", "restore", "mmap", "default", "no_prefetch", "static", "dynamic",
+        ["kvswap", "floor", "default", "no_prefetch", "static", "dynamic",
          "tokens", "tokens_no_reuse",
-         "llama_f16", "llama_q8", "llama_floor", "ollm"]
+         "llama_f16", "llama_q8", "llama_floor", "ollm"],
+        ["kvswap", "floor", "restore", "mmap"],
     ]  # fmt: skip
+    assert PLENTY.waves(cell, ["kvswap", "floor", "mmap"]) == [["kvswap", "floor", "mmap"]]
     room = Room(memory=24 * GIB, disk=1 << 50, has_cap=True, modules=ALL)
     waves = room.waves(cell, keys)
     assert len(waves) > 1
     assert all(wave[:2] == ["kvswap", "floor"] for wave in waves)
     assert sorted({key for wave in waves for key in wave}) == sorted(keys)
     assert all(sum(memory_need(cell, key) for key in wave) <= 24 * GIB for wave in waves)
+    assert waves[-1] == ["kvswap", "floor", "restore", "mmap"], "who reads most comes last"
     assert sum("mmap" in wave or "restore" in wave for wave in waves) == 1
 
 
