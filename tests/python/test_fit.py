@@ -189,7 +189,9 @@ def test_a_process_takes_what_was_said(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, check=True, timeout=600,
     )  # fmt: skip
     told = json.loads(said.stdout)["memory_bytes"]["total"]
-    assert told - 64 * MIB <= peak <= told + 96 * MIB, (peak, told)
+    # With AMX oneDNN's copies of what it multiplies take 18 to 28 MiB more at the peak.
+    most = 128 if torch.cpu._is_amx_tile_supported() else 96
+    assert told - 64 * MIB <= peak <= told + most * MIB, (peak, told)
 
 
 # What to turn.
