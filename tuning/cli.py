@@ -130,7 +130,8 @@ def main(
         str, typer.Option(help="query_aware, or svd_keys (the paper's).")
     ] = "query_aware",
     records: Annotated[
-        str, typer.Option(help="What records hold: model, fp8, or both to search them together.")
+        str,
+        typer.Option(help="What records hold: model, fp8, int4, both (model and fp8) or all."),
     ] = "model",
     evaluate: Annotated[
         bool, typer.Option(help="Decode the held-out questions with the result.")

@@ -100,7 +100,8 @@ class TuneOptions:
     sizes
         Group sizes to try.
     records
-        What records hold: ``model``, ``fp8``, or ``both`` to search them with the group sizes.
+        What records hold: ``model``, ``fp8``, ``int4``; ``both`` (model and fp8) or ``all`` to
+        search them with the group sizes.
     projection
         What the config's projection is: ``query_aware``, ``svd_keys`` (the paper's), or empty for
         the first of `calibration.kinds`. The other one is measured beside it.

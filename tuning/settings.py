@@ -10,6 +10,7 @@ from typing import Any
 from kvswap_torch.config import Memory, Selection, Storage, Summary, SwapConfig
 from kvswap_torch.config.engine import renamed
 from kvswap_torch.errors import BudgetError
+from kvswap_torch.int4_rows import int4_head_bytes
 from kvswap_torch.sizing import ModelShape, Request, too_small
 from kvswap_torch.tuning.calibration import Calibration
 from kvswap_torch.tuning.choices import TOKENS_SHARES
@@ -64,17 +65,31 @@ def engine_need(model: Any, demand: Demand, alignment_bytes: int = ALIGNMENT_BYT
 
 RECORD_WASTE_MAX = 1.5  # bytes read for each byte wanted
 # What `TuneOptions.records` may be -> values of `SwapConfig.records` to try.
-FORMATS = {"model": ("model",), "fp8": ("fp8",), "both": ("model", "fp8")}
+FORMATS = {
+    "model": ("model",),
+    "fp8": ("fp8",),
+    "int4": ("int4",),
+    "both": ("model", "fp8"),
+    "all": ("model", "fp8", "int4"),
+}
+
+
+def record_payload(size: int, shape: ModelShape, records: str) -> int:
+    """Bytes of `size` tokens' record on disk, without its padding."""
+    if records == "int4":
+        return shape.kv_heads * int4_head_bytes(size, shape.head_dim)
+    element_bytes = 1 if records == "fp8" else shape.element_bytes
+    return shape.sides * shape.width * element_bytes * size
 
 
 def usable_sizes(
     sizes: Sequence[int], shape: ModelShape, alignment: int, records: str = "model"
 ) -> list[int]:
     """Group sizes whose records are not mostly padding."""
-    token = shape.sides * shape.width * (1 if records == "fp8" else shape.element_bytes)
 
     def waste(size: int) -> float:
-        return -(-size * token // alignment) * alignment / (size * token)
+        payload = record_payload(size, shape, records)
+        return -(-payload // alignment) * alignment / payload
 
     return [size for size in sizes if waste(size) <= RECORD_WASTE_MAX] or [max(sizes)]
 

@@ -3,6 +3,8 @@
 #include <utility>
 
 #include "engine/backend/device_backend.h"
+#include "engine/backend/int4_packing.h"
+#include "engine/setting_names.h"
 #include "engine/snapshot/tensor_names.h"
 #include "io/memory_file.h"
 #include "methods/clusters/cluster_selector.h"
@@ -31,16 +33,22 @@ Result<std::unique_ptr<DataFile>> open_own(const EngineOptions& options) {
   return options.wrap_file ? options.wrap_file(std::move(opened.value())) : std::move(opened);
 }
 
-/// Small records are what heads apart and records of e4m3 make; without them the layout tells.
+std::shared_ptr<const RecordPacking> packing_of(const EngineOptions& options) {
+  if (!options.has_int4_records()) return nullptr;
+  return std::make_shared<Int4Packing>(Int4Shape{options.record_shape(), options.dtype});
+}
+
+/// Small records are what heads apart and rounded records make; without them the layout tells.
 Status check_group_tokens(const EngineOptions& options, int64_t alignment_bytes) {
   const int64_t tokens_min = options.group_tokens_min(alignment_bytes);
   const bool is_each = options.heads == "each";
-  const bool is_float8 = options.has_float8_records();
-  if (!(is_each || is_float8) || options.group_tokens >= tokens_min) return Status::ok();
-  const std::string settings = is_each && is_float8
-                                   ? "selection.heads per_head and storage.kv_dtype fp8_e4m3"
-                               : is_each ? "selection.heads per_head"
-                                         : "storage.kv_dtype fp8_e4m3";
+  const bool is_rounded = options.records != "model";
+  if (!(is_each || is_rounded) || options.group_tokens >= tokens_min) return Status::ok();
+  std::string settings = is_each ? "selection.heads per_head" : "";
+  if (is_rounded) {
+    settings += (is_each ? " and storage.kv_dtype " : "storage.kv_dtype ") +
+                file_word("records", options.records);
+  }
   return Status::invalid(
       "session: with " + settings + " selection.group_tokens must be at least " +
       std::to_string(tokens_min) + ", so that a group " + (is_each ? "of one KV head " : "") +
@@ -155,12 +163,14 @@ Result<std::unique_ptr<BlockReader>> EngineContext::open_reader_of_file() {
 Status EngineContext::open_store(std::unique_ptr<Layout> layout) {
   const RecordStoreOptions store_options = {
       .layers = options.layers,
-      .payload_bytes = plan.payload_bytes,
+      .payload_bytes = options.payload_bytes(),
+      .record_bytes = plan.record_bytes,
       .note_bytes = plan.note_bytes,
       .checksum = options.checksum,
       .seed = random_seed(),
       .begin_bytes = file->own_begin_bytes(),
-      .seeds_below = options.base != nullptr ? options.base->seeds : std::vector<SeedRange>{}};
+      .seeds_below = options.base != nullptr ? options.base->seeds : std::vector<SeedRange>{},
+      .packing = packing_of(options)};
   auto opened = RecordStore::create(file.get(), std::move(layout), store_options,
                                     {.buffer_bytes = plan.write_buffer_bytes,
                                      .buffers = static_cast<int>(plan.write_buffers),

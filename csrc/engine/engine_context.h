@@ -51,8 +51,8 @@ struct EngineCounters {
 /// The classes that make a step of it (Batch, Tail, Sealer, StepCoordinator, MemoryReservations)
 /// hold a reference and own nothing of it.
 struct EngineContext {
-  EngineContext(const EngineOptions& given, int64_t record_bytes, ParallelFor parallel)
-      : plan(given, record_bytes),
+  EngineContext(const EngineOptions& given, int64_t stored_bytes, ParallelFor parallel)
+      : plan(given, stored_bytes),
         parallel(std::move(parallel)),
         ledger(options.kv_memory_bytes),
         look_ahead(look_ahead_mode(this->options)),
@@ -69,7 +69,9 @@ struct EngineContext {
   /// A new file for the session's records.
   Result<std::unique_ptr<DataFile>> open_own_file();
 
+  /// In memory, and on disk.
   int64_t record_bytes() const { return plan.record_bytes; }
+  int64_t stored_bytes() const { return plan.stored_bytes; }
   /// Null where the layer does not choose clusters.
   ClusterStore* clusters_of(int64_t layer) const {
     return clusters != nullptr && clusters->has(layer) ? clusters : nullptr;

@@ -6,6 +6,7 @@
 #include "engine/retention_plan.h"
 #include "engine/setting_names.h"
 #include "engine/settings_check.h"
+#include "kernels/int4_records.h"
 #include "memory/arena.h"
 #include "memory/replacement.h"
 #include "methods/clusters/cluster_store.h"
@@ -79,11 +80,11 @@ Status check_one_side(const EngineOptions& options) {
                            "pages must be the host's, since the CPU alone attends them; "
                            "keep the cache in host memory");
   }
-  if (options.has_float8_records() || RetentionPlan(options).has_float8) {
+  if (options.records != "model" || RetentionPlan(options).has_float8) {
     return Status::invalid(where +
                            "tokens must be kept in the model's dtype, got storage.kv_dtype " +
                            file_word("records", options.records) + " and retention.policy " +
-                           file_word("keeper", options.keeper) + ", which keep some in e4m3");
+                           file_word("keeper", options.keeper) + ", which round some");
   }
   return Status::ok();
 }
@@ -129,6 +130,10 @@ Status EngineOptions::validate() const {
                            std::to_string(query_heads) + " and " + std::to_string(kv_heads));
   }
   if (sides == 1) KVSWAP_RETURN_IF_ERROR(check_one_side(*this));
+  if (has_int4_records() && head_dim % kInt4HeadUnit != 0) {
+    return Status::invalid("session: with storage.kv_dtype int4 head_dim must be a multiple of " +
+                           std::to_string(kInt4HeadUnit) + ", got " + std::to_string(head_dim));
+  }
   if (device && has_clusters(*this)) {
     return Status::invalid(
         "session: clusters must be left out where pages are a device's, got some, which the CPU "
@@ -228,8 +233,10 @@ EngineOptions EngineOptions::apart() const {
 }
 
 int64_t EngineOptions::group_tokens_min(int64_t alignment_bytes) const {
-  const int64_t token_bytes = payload_bytes() / group_tokens;
-  return ((alignment_bytes + 1) / 2 + token_bytes - 1) / token_bytes;
+  EngineOptions tried = *this;
+  tried.group_tokens = 1;
+  while (2 * tried.payload_bytes() < alignment_bytes) ++tried.group_tokens;
+  return tried.group_tokens;
 }
 
 DataFileOptions EngineOptions::file_options() const {
@@ -302,9 +309,13 @@ RecordShape EngineOptions::record_shape() const {
   return {heads == "each" ? 1 : kv_heads, group_tokens, head_dim, dtype_bytes(dtype), sides};
 }
 
-int64_t EngineOptions::payload_bytes() const {
+int64_t EngineOptions::page_bytes() const {
   const int64_t bytes = record_shape().payload_bytes();
   return has_float8_records() ? bytes / dtype_bytes(dtype) : bytes;
+}
+
+int64_t EngineOptions::payload_bytes() const {
+  return has_int4_records() ? Int4Shape{record_shape(), dtype}.payload_bytes() : page_bytes();
 }
 
 int64_t EngineOptions::sealed_groups(int64_t positions) const {

@@ -99,9 +99,12 @@ struct EngineOptions : Settings {
   int64_t positions_to_crop() const { return 2 * select_queries_max; }
 
   bool has_float8_records() const { return records == "fp8"; }
+  bool has_int4_records() const { return records == "int4"; }
   /// A group's tokens in the model's dtype, as tail and sinks hold them.
   RecordShape record_shape() const;
-  /// The same on disk, and in the pages that records are read to.
+  /// The same in the pages that records are read to.
+  int64_t page_bytes() const;
+  /// The same on disk.
   int64_t payload_bytes() const;
   /// Exponents that are kept in memory with a record of e4m3: [kv_heads, 2].
   int64_t note_bytes() const { return has_float8_records() ? 2 * record_shape().kv_heads : 0; }

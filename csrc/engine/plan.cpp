@@ -35,6 +35,13 @@ int64_t waiting_pages_of(const Plan& plan) {
   return (plan.method.clusters.waiting_max() + 2 * group_tokens - 1) / group_tokens;
 }
 
+/// What is packed lands at the end of its page: aligned as it is in the file.
+int64_t record_bytes_of(const EngineOptions& options, int64_t stored_bytes) {
+  if (!options.has_int4_records()) return stored_bytes;
+  const int64_t alignment = std::min<int64_t>(4096, stored_bytes & -stored_bytes);
+  return std::max(stored_bytes, round_up(options.page_bytes(), alignment));
+}
+
 int64_t write_buffer_bytes_of(const EngineOptions& options, int64_t record_bytes) {
   // A small budget must not be eaten by staging; a large one gains nothing beyond 1 MiB.
   const int64_t wanted = options.kv_memory_bytes < 0
@@ -54,7 +61,7 @@ int64_t tail_pages(const Settings& settings) {
   return (settings.tail_tokens + step + group_tokens - 1) / group_tokens + 1 + sealed;
 }
 
-Plan::Plan(const EngineOptions& given, int64_t bytes_of_record)
+Plan::Plan(const EngineOptions& given, int64_t bytes_on_disk)
     : options(given.apart()),
       retention(options),
       exact_layers(exact_layers_of(options)),
@@ -69,10 +76,12 @@ Plan::Plan(const EngineOptions& given, int64_t bytes_of_record)
       context_max(has_clusters ? ClusterStore::tokens_most(method) : kContextMax),
       chooses_on_device(options.device && has_device_kernels(method)),
       has_float8_records(options.has_float8_records()),
+      has_rounded_records(has_float8_records || options.has_int4_records()),
       record_shape(options.record_shape()),
       group_bytes(record_shape.payload_bytes()),
-      payload_bytes(options.payload_bytes()),
-      record_bytes(bytes_of_record),
+      payload_bytes(options.page_bytes()),
+      stored_bytes(bytes_on_disk),
+      record_bytes(record_bytes_of(options, stored_bytes)),
       note_bytes(options.note_bytes()),
       token_page_bytes(has_float8_records ? round_up(group_bytes, 64) : record_bytes),
       sink_pages(sink_pages_of(options)),

@@ -16,8 +16,8 @@ namespace kvswap {
 /// behind it reads a setting's word or looks a kind up by its name. Of options that are valid.
 /// Pages are of a layer and one of the logical sequences.
 struct Plan {
-  /// record_bytes: of their records, on the disk that there is.
-  Plan(const EngineOptions& given, int64_t record_bytes);
+  /// stored_bytes: of their records, on the disk that there is.
+  Plan(const EngineOptions& given, int64_t stored_bytes);
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
@@ -35,12 +35,14 @@ struct Plan {
   const int64_t context_max;     // tokens of a sequence that can be counted
   const bool chooses_on_device;  // else a selector on the host, wherever pages are
   const bool has_float8_records;
+  const bool has_rounded_records;  // of any kind
 
   // A group.
   const RecordShape record_shape;  // in the model's dtype, as tail and sinks hold it
   const int64_t group_bytes;       // the same
-  const int64_t payload_bytes;     // as records are
-  const int64_t record_bytes;      // on disk, and in the pages that records are read to
+  const int64_t payload_bytes;     // as pages have it that records are read to
+  const int64_t stored_bytes;      // on disk
+  const int64_t record_bytes;      // of such a page; where records are packed, more than on disk
   const int64_t note_bytes;        // exponents that are kept in memory with a record of e4m3
   const int64_t token_page_bytes;  // of a page of the tail or of a sink
 

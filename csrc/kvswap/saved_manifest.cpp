@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "engine/engine_options.h"
+#include "kernels/int4_records.h"
 #include "kvswap/config_json.h"
 #include "kvswap/errors.h"
 #include "kvswap/json.h"
@@ -103,10 +104,15 @@ void check_sizes(const SavedManifest& manifest, const Fields& fields) {
   const SavedCounts& counts = manifest.counts;
   const int64_t width =
       manifest.settings.heads == "each" ? manifest.shape.head_dim : manifest.shape.width();
-  const int64_t element_bytes =
-      manifest.settings.records == "fp8" ? 1 : manifest.shape.element_bytes();
+  const std::string& records = manifest.settings.records;
+  const int64_t element_bytes = records == "fp8" ? 1 : manifest.shape.element_bytes();
   const int64_t payload =
-      manifest.shape.sides * width * element_bytes * manifest.settings.group_tokens;
+      records == "int4"
+          ? Int4Shape{{.kv_heads = width / manifest.shape.head_dim,
+                       .group_tokens = manifest.settings.group_tokens,
+                       .head_dim = manifest.shape.head_dim}}
+                .payload_bytes()
+          : manifest.shape.sides * width * element_bytes * manifest.settings.group_tokens;
   if (counts.record_bytes < payload || counts.record_bytes % 512 != 0) {
     fields.refuse("record_bytes", "be a multiple of 512 that a group's " + std::to_string(payload) +
                                       " bytes fit in");

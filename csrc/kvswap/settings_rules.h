@@ -111,7 +111,7 @@ void visit_settings(Visit&& visit) {
   visit("grouping", &Settings::grouping, OneOf{{"runs", "clusters"}});
   visit("heads", &Settings::heads, OneOf{{"all", "each"}});
   visit("rows", &Settings::rows, OneOf{{"low_rank", "box", "mean", "centroid", "given", "none"}});
-  visit("records", &Settings::records, OneOf{{"model", "fp8"}});
+  visit("records", &Settings::records, OneOf{{"model", "fp8", "int4"}});
   visit("rank", &Settings::rank, RankRange{65536});
   visit("summary_dtype", &Settings::summary_dtype, OneOf{{"model", "int8", "int4"}});
   visit("score", &Settings::score, OneOf{{"sum", "max", "mass", "max_mass"}});
@@ -195,7 +195,7 @@ inline constexpr ConfigPath kConfigPaths[] = {
      "largest_cluster=clusters",
      true},
     {"resident_layers", "memory", "resident_layers", "", true},
-    {"records", "storage", "kv_dtype", "auto=model fp8_e4m3=fp8", true},
+    {"records", "storage", "kv_dtype", "auto=model fp8_e4m3=fp8 int4=int4", true},
     {"layout", "storage", "layout", "append=sequence paired_pools=pools", true},
     {"pool_slack_pages", "storage", "pool_slack_pages", "", true},
     {"reader", "storage", "io_backend", "auto=auto io_uring=uring threads=threads sync=sync", true},

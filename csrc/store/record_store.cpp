@@ -1,5 +1,6 @@
 #include "store/record_store.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -11,7 +12,8 @@ Result<std::unique_ptr<RecordStore>> RecordStore::create(DataFile* file,
                                                          std::unique_ptr<Layout> layout,
                                                          const RecordStoreOptions& options,
                                                          const WriteQueueOptions& write_options) {
-  KVSWAP_ASSERT(write_options.buffer_bytes >= layout->record_bytes());
+  KVSWAP_ASSERT(write_options.buffer_bytes >=
+                std::max(options.record_bytes, layout->record_bytes()));
   auto queue = WriteQueue::create(file, write_options);
   if (!queue.is_ok()) return queue.status();
   return std::unique_ptr<RecordStore>(new RecordStore(
@@ -21,7 +23,9 @@ Result<std::unique_ptr<RecordStore>> RecordStore::create(DataFile* file,
 RecordStore::RecordStore(DataFile* file, std::unique_ptr<Layout> layout,
                          const RecordStoreOptions& options, std::unique_ptr<WriteQueue> queue,
                          int64_t buffer_bytes)
-    : payload_bytes_(options.payload_bytes),
+    : packing_(options.packing),
+      record_bytes_(packing_ != nullptr ? options.record_bytes : layout->record_bytes()),
+      payload_bytes_(options.payload_bytes),
       note_bytes_(options.note_bytes),
       has_checksums_(options.checksum),
       buffer_bytes_(buffer_bytes),
@@ -37,7 +41,7 @@ Result<RecordStore::StagedRun> RecordStore::stage(int64_t layer, int64_t count,
   auto buffer = writes_.queue().acquire();
   if (!buffer.is_ok()) {
     for (int64_t i = 0; taken_bytes && i < count; ++i) {
-      places_.release(static_cast<uint32_t>(*taken_bytes / record_bytes() + i));
+      places_.release(static_cast<uint32_t>(*taken_bytes / stored_bytes() + i));
     }
     return buffer.status();
   }
@@ -56,7 +60,7 @@ Result<RecordStore::StagedRun> RecordStore::stage(int64_t layer, int64_t count,
 
 void RecordStore::enter(StagedRun& run, std::span<const int64_t> sequences) {
   KVSWAP_ASSERT(static_cast<int64_t>(sequences.size()) == run.count);
-  const auto first = static_cast<uint32_t>(run.offset_bytes / record_bytes());
+  const auto first = static_cast<uint32_t>(run.offset_bytes / stored_bytes());
   run.entries.clear();
   for (uint32_t i = 0; i < run.count; ++i) {
     const uint32_t number = records_.add(first + i);
@@ -66,7 +70,7 @@ void RecordStore::enter(StagedRun& run, std::span<const int64_t> sequences) {
 
 void RecordStore::enter_pages(StagedRun& run, std::span<const int64_t> pages) {
   KVSWAP_ASSERT(static_cast<int64_t>(pages.size()) == run.count);
-  const auto first = static_cast<uint32_t>(run.offset_bytes / record_bytes());
+  const auto first = static_cast<uint32_t>(run.offset_bytes / stored_bytes());
   run.entries.clear();
   for (uint32_t i = 0; i < run.count; ++i) {
     run.entries.push_back({records_.add(first + i), pages[i]});
@@ -80,15 +84,27 @@ Status RecordStore::hand_over(const StagedRun& run) {
     const auto [number, group] = run.entries[i];
     written.push_back({number, records_.at(number).serial});
     records_.set_note(number, run.notes.data() + i * note_bytes_);
-    std::byte* bytes = run.data() + i * record_bytes();
-    std::memset(bytes + payload_bytes_, 0, record_bytes() - payload_bytes_);
+    std::byte* bytes = pack(run, i);
+    std::memset(bytes + payload_bytes_, 0, stored_bytes() - payload_bytes_);
     if (!has_checksums_) continue;
     const RecordOf of = {places_.seed(), run.layer, group, written.back().serial};
     records_.set_checksum(number,
-                          record_checksum({bytes, static_cast<size_t>(record_bytes())}, of));
+                          record_checksum({bytes, static_cast<size_t>(stored_bytes())}, of));
   }
-  return writes_.submit(run.buffer, run.offset_bytes, run.count * record_bytes(),
+  return writes_.submit(run.buffer, run.offset_bytes, run.count * stored_bytes(),
                         std::move(written));
+}
+
+/// Where the run's record stands as the file is to have it. Packed ones are neighbours from the
+/// run's begin on: none reaches a record that is still to be packed.
+std::byte* RecordStore::pack(const StagedRun& run, int64_t index) {
+  std::byte* record = run.data() + index * record_bytes();
+  if (packing_ == nullptr) return record;
+  packed_.resize(payload_bytes_);
+  packing_->pack(record, packed_.data());
+  std::byte* target = run.data() + index * stored_bytes();
+  std::memcpy(target, packed_.data(), payload_bytes_);
+  return target;
 }
 
 RecordKey RecordStore::key(int64_t layer, int64_t sequence, int64_t group) const {
@@ -100,7 +116,7 @@ bool RecordStore::verify(int64_t layer, int64_t sequence, int64_t group,
   if (!has_checksums_) return true;
   const RecordRegistry::Record& expected = record(layer, sequence, group);
   const RecordOf of = {places_.seed_of(expected.place), layer, group, expected.serial};
-  return record_checksum({bytes, static_cast<size_t>(record_bytes())}, of) == expected.checksum;
+  return record_checksum({bytes, static_cast<size_t>(stored_bytes())}, of) == expected.checksum;
 }
 
 void RecordStore::truncate(int64_t layer, int64_t groups) {

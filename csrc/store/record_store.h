@@ -13,6 +13,7 @@
 #include "io/write_queue.h"
 #include "store/layout.h"
 #include "store/record_locations.h"
+#include "store/record_packing.h"
 #include "store/record_registry.h"
 #include "store/record_tables.h"
 #include "store/record_writes.h"
@@ -22,12 +23,14 @@ namespace kvswap {
 
 struct RecordStoreOptions {
   int64_t layers = 0;
-  int64_t payload_bytes = 0;  // of one record; the rest up to record_bytes is zeros
+  int64_t payload_bytes = 0;  // of one record in the file; the rest up to stored_bytes is zeros
+  int64_t record_bytes = 0;   // of one in memory; 0: as in the file
   int64_t note_bytes = 0;     // kept in memory with each record, beside its checksum
   bool checksum = true;
   uint64_t seed = 0;        // of this session: no other session's records pass verify()
   int64_t begin_bytes = 0;  // where its own file begins, above those of what it continues
-  std::vector<SeedRange> seeds_below = {};  // of those files' records
+  std::vector<SeedRange> seeds_below = {};                 // of those files' records
+  std::shared_ptr<const RecordPacking> packing = nullptr;  // null: in the file as in memory
 };
 
 /// Groups to and from the file: sealed records (RecordRegistry), reached through a table per layer
@@ -37,7 +40,8 @@ struct RecordStoreOptions {
 /// past share its records, and its space (RecordLocations) is used again when the last table drops
 /// it. Sealed bytes reach the file in order behind the caller's back (RecordWrites);
 /// ensure_written() waits for one record. Checksums (XXH3, seeded with session, layer, group and
-/// record) sit in memory.
+/// record) of what is in the file sit in memory. Records may be packed there (RecordPacking): who
+/// reads one verifies it as it stands, then unpacks it.
 ///
 /// Thread rules: one thread at a time. The file must outlive the store.
 class RecordStore {
@@ -61,7 +65,11 @@ class RecordStore {
                                                      const RecordStoreOptions& options,
                                                      const WriteQueueOptions& write_options);
 
-  int64_t record_bytes() const { return places_.record_bytes(); }
+  /// Of a record in memory, and in the file.
+  int64_t record_bytes() const { return record_bytes_; }
+  int64_t stored_bytes() const { return places_.record_bytes(); }
+  /// Null where these are the same.
+  const RecordPacking* packing() const { return packing_.get(); }
   /// Most records that one run can stage.
   int64_t run_records_max() const { return buffer_bytes_ / record_bytes(); }
 
@@ -77,8 +85,8 @@ class RecordStore {
   /// The same for pages of these numbers: RecordTables::set_page() puts record i in its table, and
   /// give_up() releases one that no table got.
   void enter_pages(StagedRun& run, std::span<const int64_t> pages);
-  /// The bytes are there: sums them up and hands them to the disk. The tables have the records also
-  /// when that fails; truncate() takes them back.
+  /// The bytes are there: packs them where they stand, sums them up and hands them to the disk. The
+  /// tables have the records also when that fails; truncate() takes them back.
   Status hand_over(const StagedRun& run);
 
   RecordKey key(int64_t layer, int64_t sequence, int64_t group) const;
@@ -93,7 +101,7 @@ class RecordStore {
   Status ensure_written(int64_t layer, int64_t sequence, int64_t group) {
     return writes_.wait_for(offset_bytes(layer, sequence, group));
   }
-  /// True when `bytes` (payload and padding) are what was sealed; always, without checksums.
+  /// True when `bytes` [stored_bytes()] are what is in the file; always, without checksums.
   bool verify(int64_t layer, int64_t sequence, int64_t group, const std::byte* bytes) const;
 
   /// Drops the groups from `groups` on in a layer, of all sequences. Writes that are not done and
@@ -115,7 +123,7 @@ class RecordStore {
   RecordWrites& writes() { return writes_; }
 
   /// Of all records that tables hold.
-  int64_t bytes_held() const { return records_.held() * record_bytes(); }
+  int64_t bytes_held() const { return records_.held() * stored_bytes(); }
   /// Bytes of tables for one more group of one sequence in one layer, beside its note.
   static constexpr int64_t table_bytes_per_group() {
     return sizeof(RecordRegistry::Record) + RecordTables::bytes_per_group();
@@ -128,7 +136,11 @@ class RecordStore {
   const RecordRegistry::Record& record(int64_t layer, int64_t sequence, int64_t group) const {
     return records_.at(tables_.number(layer, sequence, group));
   }
+  std::byte* pack(const StagedRun& run, int64_t index);
 
+  std::shared_ptr<const RecordPacking> packing_;
+  std::vector<std::byte> packed_;  // one record
+  int64_t record_bytes_;
   int64_t payload_bytes_;
   int64_t note_bytes_;
   bool has_checksums_;

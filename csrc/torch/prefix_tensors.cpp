@@ -109,9 +109,16 @@ std::pair<at::Tensor, at::Tensor> unpack_there(const Plan& plan, const PrefixStr
                                  .to(like.device())
                                  .narrow(1, 0, plan.payload_bytes)
                                  .contiguous();
-  return split_pages(plan.options, plan.has_float8_records
-                                       ? decode_there(plan, block, records, dtype)
-                                       : records.view(dtype));
+  if (plan.has_float8_records) {
+    return split_pages(plan.options, decode_there(plan, block, records, dtype));
+  }
+  const at::Tensor pages = records.view(dtype);
+  for (int64_t i = 0; i < block.groups; ++i) {
+    void* page = const_cast<std::byte*>(block.listed->pages[i]);
+    if (page == block.records + i * plan.record_bytes) continue;
+    pages[i].copy_(at::from_blob(page, {pages.size(1)}, dtype));  // a sink's
+  }
+  return split_pages(plan.options, pages);
 }
 
 }  // namespace kvswap

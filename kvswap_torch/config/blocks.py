@@ -208,10 +208,11 @@ class Storage(Block):
 
     kv_dtype: str = one_of(
         "auto",
-        ("auto", "fp8_e4m3"),
-        "Type of records on disk and pages in memory. `auto`: the model's dtype. `fp8_e4m3`: half "
-        "the bytes (a quarter of float32's), with one power of two for each KV head's K and V. "
-        "Sinks and recent tokens keep the model's dtype.",
+        ("auto", "fp8_e4m3", "int4"),
+        "Type of records. `auto`: the model's dtype. `fp8_e4m3`: half the bytes (a quarter of "
+        "float32's) on disk and in pages, with one power of two for each KV head's K and V. "
+        "`int4`: 0.27 to 0.32 of bfloat16's bytes on disk, the model's dtype in pages. Sinks and "
+        "recent tokens keep the model's dtype.",
     )
     layout: str = one_of(
         "append",

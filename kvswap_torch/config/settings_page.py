@@ -25,7 +25,7 @@ A cache needs none of them. Eight are worth knowing; everything else is advanced
 | 4 | `preset=` or `config=` | a published method ([presets](presets.md)), or a tuned file |
 | 5 | `keep=` | for presets that evict: tokens attended per layer, or a fraction of `max_context` |
 | 6 | `selection.top_k_groups` | groups attended per step: more is more accurate and slower |
-| 7 | `storage.kv_dtype` | `auto`, or `fp8_e4m3`: half the bytes on disk and in pages |
+| 7 | `storage.kv_dtype` | `auto`; `fp8_e4m3`: half on disk and in pages; `int4`: 0.3 on disk |
 | 8 | `prefetch.mode` | `verify` needs nothing; `trust` only with a config of `kvswap tune` |
 
 The first five are arguments of a cache. The others belong to a `SwapConfig`, in blocks:

@@ -111,7 +111,7 @@ VALUES: dict[str, dict[Any, Any]] = {
         "given": "user",
         "none": "none",
     },
-    "records": {"model": "auto", "fp8": "fp8_e4m3"},
+    "records": {"model": "auto", "fp8": "fp8_e4m3", "int4": "int4"},
     "summary_dtype": {"model": "auto", "int8": "int8", "int4": "int4"},
     "score": scores,
     "replacement": {

@@ -18,8 +18,10 @@ from kvswap_torch.errors import ConfigError
 from kvswap_torch.hf.families import changes_with_length
 from kvswap_torch.hf.indexed import IndexedLayer
 from kvswap_torch.hf.vision_positions import placeholders
+from kvswap_torch.int4_rows import int4_rotated, int4_steps
 
 if TYPE_CHECKING:
+    from kvswap_torch.config import SwapConfig
     from kvswap_torch.hf.cache import KVSwapCache
 
 TOKENS = 16
@@ -65,10 +67,9 @@ def probe(cache: KVSwapCache, ids: torch.Tensor | None, valid: torch.Tensor | No
         return "skipped: the text begins with an image, or the like"
     most = 0.0
     for index, what, saved, fresh in _pairs(cache, sequence, ids[sequence : sequence + 1, :count]):
-        apart = (fresh.float() - saved.float()).abs()
-        if index in cache.parts.disk_index and cache.driver.config.storage.kv_dtype == "fp8_e4m3":
-            # Half a step of e4m3, three bits after the first, is what rounding explains.
-            apart = (apart - saved.float().abs() / 15).relu()
+        apart = fresh.float() - saved.float()
+        if index in cache.parts.disk_index:
+            apart = _unexplained(apart, saved.float(), cache.driver.config)
         difference = float(apart.norm() / saved.float().norm().clamp_min(1e-12))
         # Not "above": also what is no number is no match.
         if not difference <= TOLERANCES[cache.parts.dtype]:
@@ -80,6 +81,18 @@ def probe(cache: KVSwapCache, ids: torch.Tensor | None, valid: torch.Tensor | No
             )
         most = max(most, difference)
     return f"passed: keys and values of {count} tokens differ by at most {most:.0e} of their norm"
+
+
+def _unexplained(apart: torch.Tensor, saved: torch.Tensor, config: SwapConfig) -> torch.Tensor:
+    """What rounding by half a step does not explain of a difference, ``[kv_heads, n, dim]``."""
+    match config.storage.kv_dtype:
+        case "fp8_e4m3":  # a step of e4m3: three bits after the first
+            return (apart.abs() - saved.abs() / 15).relu()
+        case "int4":
+            steps = int4_steps(saved, config.selection.group_tokens)
+            # Another scale may have been its neighbour, an eighth larger.
+            return (int4_rotated(apart).abs() - 0.5 * 1.125 * steps).relu()
+    return apart
 
 
 def _pairs(

@@ -306,7 +306,6 @@ MISSING = {
     "fasa": "its own rule of which pairs of rotary channels are dominant (by another rule they are "
     "summary.projection=rope_pairs)",
     "epicache": "a cache for each episode of a conversation, chosen by the question",
-    "agent-memory": "records of four bits (saved caches have e4m3: storage.kv_dtype)",
 }
 #: Systems that are no preset, and why.
 NO_PRESETS = {
@@ -317,6 +316,7 @@ NO_PRESETS = {
     ),
     "make-each-token-count": "it scores tokens by trained weights under one budget for all layers, "
     "and layers have budgets of their own here",
+    "agent-memory": 'records of four bits are a setting of any: storage.kv_dtype="int4"',
     "ngc": "it trains the model to evict while it reasons",
     "stochastic-kv-routing": "layers share keys and values, and models must be trained so",
     "mpcache": "it selects under multi-party computation",

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.native import build_info
-from tests.python.test_float8_records import ROUNDED, RoundedCache
+from tests.python.test_rounded_records import ROUNDED, RoundedCache
 from tests.python.tiny_models import COVERING, SMALL, TIGHT, forward, greedy, prompt, tiny_model
 
 pytestmark = pytest.mark.skipif(

@@ -3,8 +3,8 @@
 `ReferenceSession` has the interface of `kvswap_torch._C.TensorCache`, which is compared with it.
 
 A layer's positions are, from the left: sealed groups of G positions, then the tail. What a query
-attends: the tail, the sink groups, and the chosen ones of the other sealed groups. With
-``records="fp8"`` a group is rounded when it is sealed, a sink is not; groups are scored by the keys
+attends: the tail, the sink groups, and the chosen ones of the other sealed groups. With records
+of fp8 or int4 a group is rounded when it is sealed, a sink is not; groups are scored by the keys
 that they were sealed with.
 """
 
@@ -23,7 +23,7 @@ from tests.python.reference_keeper import ReferenceKeeper, as_kept
 from tests.python.reference_kept import Kept
 from tests.python.reference_options import COUNTERS, Options
 from tests.python.reference_scores import Scores
-from tests.reference import float8_rounded
+from tests.reference import rounded_records
 from tests.selections import Judged, assert_same_choices
 
 
@@ -311,12 +311,16 @@ class ReferenceSession(Dropping, Scores, Decisions):
     def _seal(self, state: Layer) -> None:
         before, group = state.sealed, self._options.group_tokens
         state.sealed = max(state.sealed, self._sealed_at(state.positions))
-        for sequence in range(len(state.keys) if self._options.records == "fp8" else 0):
+        records = self._options.records
+        for sequence in range(0 if records == "model" else len(state.keys)):
             sinks = self._groups(state, sequence)[0]
             for g in set(range(before // group, state.sealed // group)) - set(sinks):
-                for side in (state.keys, state.values):
-                    part = side[sequence, :, g * group : (g + 1) * group]
-                    part.copy_(float8_rounded(part))
+                parts = [
+                    side[sequence, :, g * group : (g + 1) * group]
+                    for side in (state.keys, state.values)
+                ]
+                for part, rounded in zip(parts, rounded_records(records, *parts), strict=True):
+                    part.copy_(rounded)
 
     def _groups(self, state: Layer, sequence: int) -> tuple[list[int], list[int]]:
         """(sink groups, the others with a token that came valid) among a sequence's sealed ones."""

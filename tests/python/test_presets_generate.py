@@ -18,7 +18,7 @@ import kvswap_torch
 from kvswap_torch import KVSwapCache, ModelIdentity, SwapConfig
 from kvswap_torch.config.nested import mapping_of
 from kvswap_torch.preset import find
-from tests.python.test_float8_records import RoundedCache
+from tests.python.test_rounded_records import RoundedCache
 from tests.python.tiny_models import greedy, has_native, prompt, tiny_model
 
 pytestmark = [

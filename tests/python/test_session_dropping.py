@@ -38,7 +38,8 @@ def dropping(rng: random.Random, keeper: str, heads: str, **changes):
         **changes,
     )
     made.pages_max = max(made.groups_max, made.select_queries_max) + rng.choice([0, 2, 20])
-    made.records = rng.choice(["model", "fp8"]) if made.group_tokens > 1 else "model"
+    rounded = ["fp8", "int4"] if made.group_tokens > 3 else ["fp8"]
+    made.records = rng.choice(["model", *rounded]) if made.group_tokens > 1 else "model"
     return made
 
 

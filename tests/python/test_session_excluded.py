@@ -48,17 +48,17 @@ def test_random_operations(tmp_path, seed, rows, heads):
         **rng.choice(BACK_ENDS),
     )
     if heads == "all" and made.group_tokens >= 3:
-        made.records = rng.choice(["model", "fp8"])
+        made.records = rng.choice(["model", "fp8", "int4"])
     live(made, rng, seed)
 
 
 @pytest.mark.parametrize("device", ["cpu", "host"])
-@pytest.mark.parametrize("records", ["model", "fp8"])
+@pytest.mark.parametrize("records", ["model", "fp8", "int4"])
 @pytest.mark.parametrize("heads", ["all", "each"])
 def test_rows_follow_the_kept_tokens_of_each_turn(tmp_path, heads, records, device):
     made = options(tmp_path, rows="box", heads=heads, keeper="observed", keep_tokens=12)
     made.exclude_from_summary, made.keep_window, made.keep_interval = True, 5, 3
-    made.records, made.group_tokens, made.device = records, 16 if records == "fp8" else 4, device
+    made.records, made.group_tokens, made.device = records, 4 if records == "model" else 16, device
     twins = Twins(made, seed=3)
     for tokens in (150, *[1] * 9, 2, 4, 3, 40, 1, 1, 1, 1):
         twins.forward(2, tokens)

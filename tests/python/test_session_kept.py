@@ -71,7 +71,7 @@ def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
         **rng.choice(BACK_ENDS),
     )
     if heads == "all" and made.group_tokens >= 3:
-        made.records = rng.choice(["model", "fp8"])
+        made.records = rng.choice(["model", "fp8", "int4"])
     twins = live(made, rng, seed)
     is_mixed = keeper == "arkv" and made.keep_ratio != 1.0 and made.keep_count == "bytes"
     each = 4 if is_mixed else 1  # in fp32's room
@@ -98,7 +98,7 @@ def test_random_operations_with_outliers(tmp_path, seed, rows, heads):
         select_queries_max=rng.choice([1, 4, 8]),
     )
     if heads == "all":
-        made.records = rng.choice(["model", "fp8"])
+        made.records = rng.choice(["model", "fp8", "int4"])
     twins = live(made, rng, seed)
     assert twins.sessions[0].counters()["tokens_kept"] <= made.keep_tokens
 
@@ -149,14 +149,14 @@ def test_turns_follow_prompts_and_intervals(tmp_path, rows):
 @pytest.mark.parametrize("rows", ["box", "none"])
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("interval", [3, 8])
-@pytest.mark.parametrize("records", ["model", "fp8"])
+@pytest.mark.parametrize("records", ["model", "fp8", "int4"])
 @pytest.mark.parametrize("device", ["cpu", "host"])
 def test_tokens_are_chosen_by_what_is_on_disk(tmp_path, device, rows, heads, interval, records):
     """Of a window of 5: with an interval of 3 a choice goes by queries of the prompt too."""
     made = options(tmp_path, rows=rows, heads=heads, keeper="observed", keep_tokens=12)
     made.device = device
     made.keep_window, made.keep_interval, made.keep_scores = 5, interval, "disk"
-    made.records, made.group_tokens = records, 16 if records == "fp8" else 4
+    made.records, made.group_tokens = records, 4 if records == "model" else 16
     twins = Twins(made, seed=2)
     turns, read = [], []
     for tokens in (150, *[1] * 9, 2, 4, 3, 40, 1, 1, *[1] * 9):
@@ -302,7 +302,7 @@ def test_capped_scores_and_sinks_count_where_tokens_are_chosen(tmp_path, device,
 
 
 @pytest.mark.parametrize("rows", ["box", "none"])
-@pytest.mark.parametrize("records", ["model", "fp8"])
+@pytest.mark.parametrize("records", ["model", "fp8", "int4"])
 def test_what_is_decoded_is_kept_until_there_is_no_room(tmp_path, rows, records):
     """Groups of 4 leave the tail of 8: what the prompt left of the room, then a quarter of it."""
     made = options(tmp_path, rows=rows, keeper="arkv", keep_tokens=150, records=records)

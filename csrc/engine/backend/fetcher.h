@@ -19,6 +19,7 @@ struct Load {
   int64_t sequence = 0;
   int64_t group = 0;
   int32_t page = -1;            // of the sequence's pool; -1: not a page
+  bool is_ready = false;        // its bytes are verified, and unpacked
   std::byte* target = nullptr;  // where the read lands: record_bytes, aligned
   std::byte* home = nullptr;    // the page; not the target where that is a device's
 };
@@ -29,6 +30,7 @@ struct Fetch {
   std::vector<Load> loads;
   Ticket ticket = 0;           // 0: nothing in flight
   bool is_unverified = false;  // landed, and not all checksums are seen to hold
+  bool stays_packed = false;   // as in the file, [stored_bytes] at the begin of each target
   int lane = -1;               // of StagingBuffers; -1: none is lent
   int64_t submitted_ns = 0;
   std::vector<Placement> placements;
@@ -55,11 +57,12 @@ struct FetchCounters {
   double hidden_seconds = 0;    // reads were under way while the caller computed
 };
 
-/// Records from the file to memory: merge, submit, wait, verify.
+/// Records from the file to memory: merge, submit, wait, verify, unpack.
 ///
-/// finish() serves only records whose checksum holds: a record that fails is read once more, then
-/// reported as corrupt with layer, group and offset. On any error the targets hold nothing that
-/// may be used; one that is_pending() leaves the fetch under way, to be finished or abandoned.
+/// A record that is packed in the file lands at the end of its target, and is unpacked to the whole
+/// of it. finish() serves only records whose checksum holds: a record that fails is read once more,
+/// then reported as corrupt with layer, group and offset. On any error the targets hold nothing
+/// that may be used; one that is_pending() leaves the fetch under way, to be finished or abandoned.
 /// Not thread-safe; several fetches may be in flight.
 class Fetcher {
  public:
@@ -96,7 +99,9 @@ class Fetcher {
   void drop_repeats(Fetch& fetch);
   Status complete(Fetch& fetch);
   Status verify(Fetch& fetch);
-  Status reread(Fetch& fetch, const Load& load);
+  Status reread(Fetch& fetch, Load& load);
+  std::byte* landing_of(const Fetch& fetch, const Load& load) const;
+  bool take(const Fetch& fetch, Load& load) const;
 
   struct Abandoned {
     Ticket ticket = 0;

@@ -36,7 +36,7 @@ bool ClusterLoader::add(TokenLocator& bytes, int64_t sequence, std::span<const i
   }
   for (const int64_t slot : slots) {
     std::byte* target = memory_.get() + std::ssize(fetch_.loads) * context_.record_bytes();
-    fetch_.loads.push_back({sequence, page_id(slot), -1, target, nullptr});
+    fetch_.loads.push_back({.sequence = sequence, .group = page_id(slot), .target = target});
     bytes.add_read(slot, target);
   }
   return true;

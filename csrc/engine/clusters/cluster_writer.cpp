@@ -72,7 +72,7 @@ Status ClusterWriter::write_together(TokenLocator& bytes, int64_t layer, int64_t
   while (done < pages.size() && written.is_ok()) {
     const auto some = std::span(pages).subspan(done, std::min(run_max, pages.size() - done));
     std::optional<int64_t> at;
-    if (place) at = place->offset_bytes + static_cast<int64_t>(done) * context_.record_bytes();
+    if (place) at = place->offset_bytes + static_cast<int64_t>(done) * context_.stored_bytes();
     done += some.size();
     RecordStore::StagedRun run;
     written = stage(bytes, layer, some, at, &run);
@@ -89,7 +89,7 @@ Status ClusterWriter::write_together(TokenLocator& bytes, int64_t layer, int64_t
         context_.store->tables().give_up(run.entries[i].record);
       }
     }
-    const int64_t first = place ? place->offset_bytes / context_.record_bytes() : 0;
+    const int64_t first = place ? place->offset_bytes / context_.stored_bytes() : 0;
     for (size_t i = done; place && i < pages.size(); ++i) {
       context_.store->places().release(static_cast<uint32_t>(first + i));
     }

@@ -45,15 +45,15 @@ Arena memory_need(const Plan& plan, const Extent& extent) {
   return arena;
 }
 
-Arena memory_need(const EngineOptions& options, int64_t record_bytes, int64_t batch,
+Arena memory_need(const EngineOptions& options, int64_t stored_bytes, int64_t batch,
                   int64_t context) {
-  const Plan plan(options, record_bytes);
+  const Plan plan(options, stored_bytes);
   return memory_need(plan, extent_of(plan, options, batch, context));
 }
 
-int64_t least_budget(const EngineOptions& options, int64_t record_bytes, int64_t batch,
+int64_t least_budget(const EngineOptions& options, int64_t stored_bytes, int64_t batch,
                      int64_t context) {
-  const Plan plan(options, record_bytes);
+  const Plan plan(options, stored_bytes);
   return least_budget(plan, extent_of(plan, options, batch, context), memory_need);
 }
 

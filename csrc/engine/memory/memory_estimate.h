@@ -12,10 +12,10 @@ namespace kvswap {
 Arena memory_need(const Plan& plan, const Extent& extent);
 
 /// The same of options, whose own sequences a batch is of.
-Arena memory_need(const EngineOptions& options, int64_t record_bytes, int64_t batch,
+Arena memory_need(const EngineOptions& options, int64_t stored_bytes, int64_t batch,
                   int64_t context);
 /// The smallest kv_memory_bytes that holds what these options need under it.
-int64_t least_budget(const EngineOptions& options, int64_t record_bytes, int64_t batch,
+int64_t least_budget(const EngineOptions& options, int64_t stored_bytes, int64_t batch,
                      int64_t context);
 
 }  // namespace kvswap

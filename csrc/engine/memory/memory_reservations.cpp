@@ -115,7 +115,7 @@ int64_t least_budget(const Plan& plan, const Extent& extent, NeedOf need) {
   int64_t least = 0;
   do {
     options.kv_memory_bytes = least;
-    least = need(Plan(options, plan.record_bytes), extent).total();
+    least = need(Plan(options, plan.stored_bytes), extent).total();
   } while (least != options.kv_memory_bytes);
   return least;
 }
@@ -151,7 +151,7 @@ void MemoryReservations::reserve(Arena& arena, const Plan& plan, const Extent& e
   arena.take(Use::kTables,
              size_product({options.layers, extent.batch, groups, plan.table_bytes_per_group}));
   arena.take(Use::kStaging, moving);
-  arena.take(Use::kStaging, size_product({records_held(plan, extent), plan.record_bytes}));
+  arena.take(Use::kStaging, size_product({records_held(plan, extent), plan.stored_bytes}));
   arena.take(Use::kScratch, score_bytes(plan, extent.batch, groups));
 }
 
@@ -167,7 +167,7 @@ Status MemoryReservations::check_room(const Extent& extent) const {
   if (options.kv_memory_bytes >= 0 && need.total() > options.kv_memory_bytes) {
     EngineOptions enough = options;
     enough.kv_memory_bytes = least_budget(context_.plan, extent, need_);
-    const Arena least = need_(Plan(enough, context_.record_bytes()), extent);
+    const Arena least = need_(Plan(enough, context_.stored_bytes()), extent);
     return Status::budget("session: kv_memory_bytes must be at least " +
                           std::to_string(enough.kv_memory_bytes) + of + " (" +
                           uses_of(least, options.device.has_value()) + "), got " +
@@ -185,7 +185,7 @@ Status MemoryReservations::check_disk(const Extent& extent, const std::string& o
       std::max<int64_t>(0, options.sealed_groups(extent.context) - saved_groups);
   int64_t disk_bytes = options.layers;
   const int64_t pages = cluster_pages_on_disk(context_.plan, extent.context);
-  for (const int64_t factor : {extent.batch, new_groups + pages, context_.record_bytes()}) {
+  for (const int64_t factor : {extent.batch, new_groups + pages, context_.stored_bytes()}) {
     if (__builtin_mul_overflow(disk_bytes, factor, &disk_bytes)) {
       disk_bytes = std::numeric_limits<int64_t>::max();
       break;
@@ -276,7 +276,7 @@ Status MemoryReservations::charge_growth(Batch& batch, int64_t layer, int64_t po
   more.take(Use::kTables, batch.size() * (due - charged) * context_.plan.table_bytes_per_group);
   const std::string what = "a context of " + std::to_string(positions) + " tokens";
   if (context_.plan.drops) {
-    more.take(Use::kStaging, batch.size() * (due - charged) * context_.record_bytes());
+    more.take(Use::kStaging, batch.size() * (due - charged) * context_.stored_bytes());
   }
   more.take(Use::kSummary, summary_bytes + clustered);
   if (!reserve(batch.size(), groups).is_ok()) batch.spares().release(0);
@@ -357,7 +357,7 @@ void MemoryReservations::drain(Batch& batch) {
     }
     summary += context_.selector->summaries().bytes_to_append(layer, due * options.group_tokens);
     tables += batch.size() * (state.sealed_groups + due) * context_.plan.table_bytes_per_group;
-    if (context_.plan.drops) staging += batch.size() * due * context_.record_bytes();
+    if (context_.plan.drops) staging += batch.size() * due * context_.stored_bytes();
   }
   const auto lower = [this](Use use, int64_t bytes) {
     const int64_t used = context_.ledger.used(use);

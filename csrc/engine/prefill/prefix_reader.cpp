@@ -18,8 +18,9 @@ Status PrefixReader::start(const Groups& groups, std::byte* target, Fetch& fetch
   fetch.layer = groups.layer;
   fetch.loads.clear();
   for (int64_t i = 0; i < groups.count; ++i) {
-    fetch.loads.push_back(
-        {groups.sequence, groups.first + i, -1, target + i * context_.record_bytes(), nullptr});
+    fetch.loads.push_back({.sequence = groups.sequence,
+                           .group = groups.first + i,
+                           .target = target + i * context_.record_bytes()});
   }
   return context_.fetcher->submit(fetch);
 }
@@ -31,14 +32,15 @@ Status PrefixReader::load(const Groups& groups, std::byte* target,
   return load(fetch, memory);
 }
 
-Status PrefixReader::load(const Records& records, std::byte* target,
-                          const std::shared_ptr<void>& memory) {
+Status PrefixReader::load_stored(const Records& records, std::byte* target,
+                                 const std::shared_ptr<void>& memory) {
   KVSWAP_RETURN_IF_ERROR(sealer_.drain_layer(records.layer));
   Fetch fetch;
   fetch.layer = records.layer;
+  fetch.stays_packed = true;
   for (const int64_t id : records.ids) {
-    fetch.loads.push_back({records.sequence, id, -1, target, nullptr});
-    target += context_.record_bytes();
+    fetch.loads.push_back({.sequence = records.sequence, .group = id, .target = target});
+    target += context_.stored_bytes();
   }
   KVSWAP_RETURN_IF_ERROR(context_.fetcher->submit(fetch));
   return load(fetch, memory);
@@ -59,7 +61,7 @@ Status PrefixReader::list(const Groups& groups, const std::byte* records, Prefix
     context_.store->copy_note(groups.layer, groups.sequence, groups.first + i,
                               listed.exponents.data() + i * note_bytes);
   }
-  if (!context_.plan.has_float8_records) return Status::ok();
+  if (!context_.plan.has_rounded_records) return Status::ok();
   SequencePages& pages = batch_.pages(groups.sequence);
   const std::vector<int32_t>& sinks = pages.sinks(groups.layer);
   listed.sinks.resize(sinks.size() * context_.plan.group_bytes);

@@ -62,10 +62,12 @@ class PrefixReader {
     int64_t sequence = 0;
     std::span<const int64_t> ids;
   };
-  Status load(const Records& records, std::byte* target, const std::shared_ptr<void>& memory);
+  /// As they stand in the file: to [count, stored_bytes].
+  Status load_stored(const Records& records, std::byte* target,
+                     const std::shared_ptr<void>& memory);
 
-  /// Of groups that were read to `records`: those of e4m3 stay encoded; a sink's tokens are its
-  /// own.
+  /// Of groups that were read to `records`: those of e4m3 stay encoded; where records are rounded a
+  /// sink's tokens are its own.
   Status list(const Groups& groups, const std::byte* records, PrefixPages& listed);
   /// A group's tokens in the model's dtype: in the pages, or decoded to `room` [group_bytes()].
   const std::byte* tokens(const PrefixPages& listed, int64_t index, std::byte* room) const;

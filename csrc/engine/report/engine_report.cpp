@@ -197,7 +197,7 @@ std::map<std::string, double> engine_counters(const Engine& engine) {
       {"write_blocked_seconds", number(engine.context().store->writes().queue().blocked_seconds())},
       {"bytes_on_disk", is_on_disk * number(engine.context().store->bytes_held())},
       {"bytes_allocated_on_disk", is_on_disk * number(engine.context().file->allocated_bytes())},
-      {"record_bytes", number(engine.context().record_bytes())},
+      {"record_bytes", number(engine.context().stored_bytes())},
       {"device_bytes", number(engine.context().space->device_bytes())},
       {"pinned_bytes", number(engine.context().space->pinned_bytes())},
       {"copied_bytes", number(space.copied_bytes)},

@@ -158,7 +158,7 @@ Status RetainedPages::read_groups(int64_t layer, int64_t sequence, const Wanted&
     const auto count = static_cast<int64_t>(fetch_.loads.size());
     if (count == most) break;
     std::byte* target = blocks.value().slots[0] + count * context_.record_bytes();
-    fetch_.loads.push_back({sequence, group, -1, target, nullptr});
+    fetch_.loads.push_back({.sequence = sequence, .group = group, .target = target});
   }
   KVSWAP_RETURN_IF_ERROR(context_.fetcher->submit(fetch_));
   Status arrived = context_.fetcher->finish(fetch_);
@@ -186,7 +186,14 @@ Result<const std::byte*> RetainedPages::page_in_tail(int64_t layer, int64_t sequ
   }
   auto page = context_.space->compute().map_for_host(tail_.page(layer, sequence, group),
                                                      context_.plan.group_bytes, tail_copy_);
-  if (!page.is_ok() || !context_.plan.has_float8_records) return page;
+  if (!page.is_ok()) return page;
+  if (const RecordPacking* packing = context_.store->packing()) {
+    rounded_.resize(packing->payload_bytes());
+    packing->pack(page.value(), rounded_.data());
+    packing->unpack(rounded_.data(), decoded_.data());
+    return static_cast<const std::byte*>(decoded_.data());
+  }
+  if (!context_.plan.has_float8_records) return page;
   rounded_.resize(context_.plan.payload_bytes);
   std::vector<int8_t> exponents(context_.plan.note_bytes);
   encode_page(context_.plan, page.value(), rounded_.data(), exponents.data());

@@ -73,7 +73,7 @@ class RetainedPages {
   std::vector<std::byte> tail_copy_;      // [group_bytes], of a device
   std::vector<std::byte> gathered_;       // [layer_pages, group_bytes]
   std::vector<std::byte> decoded_;        // [group_bytes]
-  std::vector<std::byte> rounded_;        // [payload_bytes]: of records in e4m3, before that
+  std::vector<std::byte> rounded_;        // a record as it is in the file, before that
   std::vector<std::byte> unencoded_;      // [group_bytes]
   std::vector<size_t> missing_;           // of the positions, those that are to be read
   Fetch fetch_;

@@ -69,7 +69,7 @@ Status SummaryExclusion::rewrite(int64_t layer, int64_t sequence, std::span<cons
   for (const int32_t group : groups) {
     const auto place = static_cast<int64_t>(fetch_.loads.size());
     std::byte* target = blocks.value().slots[0] + place * context_.record_bytes();
-    fetch_.loads.push_back({sequence, group, -1, target, nullptr});
+    fetch_.loads.push_back({.sequence = sequence, .group = group, .target = target});
   }
   KVSWAP_RETURN_IF_ERROR(context_.fetcher->submit(fetch_));
   Status arrived = context_.fetcher->finish(fetch_);

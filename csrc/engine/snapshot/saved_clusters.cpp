@@ -401,13 +401,14 @@ Status verify_clusters(EngineContext& context, Batch& batch, PrefixReader& past,
   if (context.clusters_of(layer) == nullptr) return Status::ok();
   const int64_t block = context.plan.past_block_groups;
   auto memory =
-      share_aligned_bytes(block * context.record_bytes(), context.options.memory_at_end());
+      share_aligned_bytes(block * context.stored_bytes(), context.options.memory_at_end());
   if (!memory.is_ok()) return memory.status();
   for (int64_t row = 0; row < batch.size(); ++row) {
     const std::vector<int64_t> ids = cluster_page_ids(context.clusters->of(layer, row));
     for (int64_t first = 0; first < std::ssize(ids); first += block) {
       const auto some = std::span(ids).subspan(first, std::min(block, std::ssize(ids) - first));
-      KVSWAP_RETURN_IF_ERROR(past.load({layer, row, some}, memory.value().get(), memory.value()));
+      KVSWAP_RETURN_IF_ERROR(
+          past.load_stored({layer, row, some}, memory.value().get(), memory.value()));
     }
   }
   return Status::ok();

@@ -137,7 +137,11 @@ Status read_pages(EngineContext& context, SequencePages& pages, std::span<const 
   for (const SavedPage& one : saved) {
     if (one.layer == kNoLayer) continue;
     std::byte* page = pages.page(one.page);
-    loads[one.layer].push_back({one.sequence, one.id, one.page, page, page});
+    loads[one.layer].push_back({.sequence = one.sequence,
+                                .group = one.id,
+                                .page = one.page,
+                                .target = page,
+                                .home = page});
   }
   for (const auto& [layer, of_layer] : loads) {
     for (size_t first = 0; first < of_layer.size();) {

@@ -185,7 +185,7 @@ Status SnapshotReader::load_tables(const SavedCounts& counts, const SavedTensors
   SavedTables tables;
   tables.records = copied<SavedRecord>(found.value());
   KVSWAP_RETURN_IF_ERROR(load_exponents(counts, saved, tables));
-  const int64_t places = context_.options.base->end_bytes / context_.record_bytes();
+  const int64_t places = context_.options.base->end_bytes / context_.stored_bytes();
   if (!std::ranges::all_of(tables.records,
                            [places](const SavedRecord& record) { return record.place < places; })) {
     return saved.refuse("records", "lie in the file of records");

@@ -75,7 +75,7 @@ SavedCounts SnapshotWriter::counts() const {
   return {.sequences = batch_.size(),
           .positions = batch_.layer(0).positions,
           .groups = batch_.layer(0).sealed_groups,
-          .record_bytes = context_.record_bytes(),
+          .record_bytes = context_.stored_bytes(),
           .seed = context_.store->places().seed()};
 }
 
@@ -119,10 +119,10 @@ Result<bool> SnapshotWriter::link(SnapshotTarget& target) {
 Status SnapshotWriter::copy(SnapshotTarget& target, uint64_t seed, Records& records,
                             std::vector<uint32_t>& numbers) {
   const int64_t sealed = batch_.layer(0).sealed_groups;
-  const int64_t record_bytes = context_.record_bytes();
+  const int64_t stored_bytes = context_.stored_bytes();
   const int64_t block = std::min(context_.plan.past_block_groups, sealed);
   if (block == 0) return Status::ok();
-  auto buffer = share_aligned_bytes(block * record_bytes, context_.options.memory_at_end());
+  auto buffer = share_aligned_bytes(block * stored_bytes, context_.options.memory_at_end());
   if (!buffer.is_ok()) return buffer.status();
   for (int64_t layer = 0; layer < context_.options.layers; ++layer) {
     for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
@@ -149,20 +149,20 @@ Status SnapshotWriter::copy_records(SnapshotTarget& target, uint64_t seed,
                                     const PrefixReader::Records& some,
                                     const std::shared_ptr<std::byte>& buffer, Records& records,
                                     std::vector<uint32_t>& numbers) {
-  const int64_t record_bytes = context_.record_bytes();
-  KVSWAP_RETURN_IF_ERROR(past_.load(some, buffer.get(), buffer));
+  const int64_t stored_bytes = context_.stored_bytes();
+  KVSWAP_RETURN_IF_ERROR(past_.load_stored(some, buffer.get(), buffer));
   for (int64_t i = 0; i < std::ssize(some.ids); ++i) {
     const int64_t id = some.ids[i];
     const auto number = static_cast<uint32_t>(records.sums.size());
     numbers[context_.store->tables().number(some.layer, some.sequence, id)] = number;
-    const std::span bytes(buffer.get() + i * record_bytes, record_bytes);
+    const std::span bytes(buffer.get() + i * stored_bytes, stored_bytes);
     const uint32_t sum = record_checksum(bytes, {seed, some.layer, id, number + 1});
     records.sums.push_back({number, number + 1, sum});
     const size_t noted = records.notes.size();
     records.notes.resize(noted + context_.plan.note_bytes);
     context_.store->copy_note(some.layer, some.sequence, id, records.notes.data() + noted);
   }
-  return target.write_records({buffer.get(), some.ids.size() * static_cast<size_t>(record_bytes)});
+  return target.write_records({buffer.get(), some.ids.size() * static_cast<size_t>(stored_bytes)});
 }
 
 Status SnapshotWriter::save(SnapshotTarget& target) {
@@ -184,7 +184,7 @@ Status SnapshotWriter::write(SnapshotTarget& target) {
     if (!opened.is_ok()) return opened.status();
     next = std::move(opened.value());
     const auto first =
-        static_cast<uint32_t>(context_.file->own_begin_bytes() / context_.record_bytes());
+        static_cast<uint32_t>(context_.file->own_begin_bytes() / context_.stored_bytes());
     for (SavedRecord& record : records.sums) record.place -= first;
   } else {
     std::fill(numbers.begin(), numbers.end(), kNoNumber);
@@ -225,7 +225,7 @@ Result<SnapshotWriter::Shared> SnapshotWriter::share() {
   base->seeds = context_.store->places().seeds();
   base->seeds.pop_back();
   base->end_bytes = context_.file->own_begin_bytes();
-  base->record_bytes = context_.record_bytes();
+  base->record_bytes = context_.stored_bytes();
   base->groups = shared.counts.groups;
   std::vector<uint32_t> numbers;
   Records records = {context_.store->records().held_records(numbers),
@@ -248,7 +248,7 @@ Status SnapshotWriter::verify_clusters(int64_t layer) {
 /// From now on records go to `next`.
 void SnapshotWriter::seal_file(std::shared_ptr<DataFile> next) {
   const int64_t begin =
-      LayeredFile::begin_above(context_.store->places().end_bytes(), context_.record_bytes());
+      LayeredFile::begin_above(context_.store->places().end_bytes(), context_.stored_bytes());
   context_.file->seal(std::move(next), begin);
   context_.store->places().begin_file(begin, random_seed());
 }

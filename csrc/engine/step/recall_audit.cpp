@@ -139,7 +139,7 @@ void RecallAudit::draw_of_part(int64_t head, const std::vector<int32_t>& chosen)
   for (size_t i = 0; i < sample_.size(); ++i) {
     const int64_t entry = static_cast<int64_t>(i) * options.heads_apart + head;
     std::byte* target = memory_.get() + entry * context_.record_bytes();
-    fetch_.loads.push_back({sequence, sample_[i], -1, target, nullptr});
+    fetch_.loads.push_back({.sequence = sequence, .group = sample_[i], .target = target});
     pages_[entry] = target;
     context_.store->copy_note(layer_, sequence, sample_[i],
                               exponents_.data() + entry * context_.plan.note_bytes);

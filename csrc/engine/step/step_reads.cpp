@@ -46,7 +46,8 @@ void StepReads::take_pages(int64_t sequence, const std::vector<int32_t>& chosen,
     const int32_t page = assignments[i].page;
     pages_[sequence][i] = page;
     if (assignments[i].is_load) {
-      fetch_.loads.push_back({sequence, chosen[i], page, nullptr, pages.page(page)});
+      fetch_.loads.push_back(
+          {.sequence = sequence, .group = chosen[i], .page = page, .home = pages.page(page)});
     }
   }
   if (context_.plan.replacement != Replacement::kClusters) return;

@@ -288,8 +288,9 @@ class ClusterRun {
         if (place < 0) continue;
         Fetch fetch;
         fetch.layer = layer;
-        fetch.loads.push_back(
-            {part, page_id(place / shape.group_tokens), -1, memory.value().get(), nullptr});
+        fetch.loads.push_back({.sequence = part,
+                               .group = page_id(place / shape.group_tokens),
+                               .target = memory.value().get()});
         ASSERT_TRUE(parts.fetcher->submit(fetch).is_ok());
         ASSERT_TRUE(parts.fetcher->finish(fetch).is_ok());
         const auto& retained = run_.memory().layer(layer).sequences[part / heads_apart()];

@@ -36,7 +36,7 @@ class PlainMemory {
   };
   struct Layer {
     int64_t positions = 0;
-    int64_t rounded = 0;  // groups whose records are known to be so, with records=fp8
+    int64_t rounded = 0;  // groups whose records are known to be so, where these are rounded
     std::vector<Sequence> sequences;
     std::vector<float> key_projection;  // [kv_heads * head_dim, rank]
     std::vector<float> query_projection;

@@ -35,6 +35,7 @@ inline EngineOptions options_of(const Shape& shape, const std::string& directory
   if (options.heads == "each") options.head_dim *= 2;
   options.records = shape.records;
   if (options.has_float8_records()) options.head_dim *= 4;
+  if (options.has_int4_records()) options.head_dim = (4 * options.head_dim + 15) / 16 * 16;
   options.layers = shape.layers;
   while (ssize(options.ranks) < shape.layers) options.ranks.push_back(6);
   if (shape.resident_layers > 0) options.resident_layers = shape.resident_layers;
@@ -78,5 +79,15 @@ inline const Shape kFloat8[] = {
     Shape{"everything_fits", 4, 8, 4, 400, 400, 4, 2, "fifo", DType::kFloat32, "all", "fp8"},
     Shape{"each_head", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32, "each", "fp8"},
     Shape{"shared_pages", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kFloat32, "all", "fp8", 5, 2}};
+
+inline const Shape kInt4[] = {
+    Shape{"usual", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kFloat32, "all", "int4"},
+    Shape{"bfloat16", 16, 8, 4, 4, 8, 4, 3, "lru", DType::kBFloat16, "all", "int4"},
+    Shape{"no_sinks_no_tail", 2, 0, 0, 3, 5, 2, 3, "fifo", DType::kFloat32, "all", "int4"},
+    Shape{"odd_groups", 7, 12, 9, 2, 4, 4, 4, "lru", DType::kFloat32, "all", "int4"},
+    Shape{"long_sinks", 4, 16, 70, 2, 4, 4, 2, "fifo", DType::kFloat32, "all", "int4"},
+    Shape{"everything_fits", 4, 8, 4, 400, 400, 4, 2, "fifo", DType::kFloat32, "all", "int4"},
+    Shape{"each_head", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32, "each", "int4"},
+    Shape{"shared_pages", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kFloat32, "all", "int4", 5, 2}};
 
 }  // namespace kvswap

@@ -85,18 +85,20 @@ TEST(Backends, SharedPagesGiveTheSameBitsThroughEveryReader) {
 }
 
 TEST(Backends, EncodedRecordsGiveTheSameBitsThroughEveryReader) {
-  const TestDirectory directory;
-  std::string reader;
-  EngineOptions options = small_options(directory.path());
-  options.head_dim *= 4;
-  options.records = "fp8";
-  options.reader = "sync";
-  const std::vector<std::byte> expected = live(options, nullptr, &reader);
-  for (const char* kind : {"sync", "threads", "auto"}) {
-    for (const char* mode : {"auto", "buffered"}) {
-      options.reader = kind;
-      options.io_mode = mode;
-      EXPECT_TRUE(live(options, threaded_for, &reader) == expected) << reader << " " << mode;
+  for (const char* records : {"fp8", "int4"}) {
+    const TestDirectory directory;
+    std::string reader;
+    EngineOptions options = small_options(directory.path());
+    options.head_dim *= 4;
+    options.records = records;
+    options.reader = "sync";
+    const std::vector<std::byte> expected = live(options, nullptr, &reader);
+    for (const char* kind : {"sync", "threads", "auto"}) {
+      for (const char* mode : {"auto", "buffered"}) {
+        options.reader = kind;
+        options.io_mode = mode;
+        EXPECT_TRUE(live(options, threaded_for, &reader) == expected) << reader << " " << mode;
+      }
     }
   }
 }

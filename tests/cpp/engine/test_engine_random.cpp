@@ -60,6 +60,14 @@ INSTANTIATE_TEST_SUITE_P(SharedPages, RandomLife,
                                   place_name(std::get<1>(info.param));
                          });
 
+INSTANTIATE_TEST_SUITE_P(Int4, RandomLife,
+                         testing::Combine(testing::ValuesIn(kInt4),
+                                          testing::Values(Place::kHost, Place::kDevice)),
+                         [](const auto& info) {
+                           return std::string(std::get<0>(info.param).name) + "_" +
+                                  place_name(std::get<1>(info.param));
+                         });
+
 INSTANTIATE_TEST_SUITE_P(Float8, RandomLife,
                          testing::Combine(testing::ValuesIn(kFloat8),
                                           testing::Values(Place::kHost, Place::kDevice)),

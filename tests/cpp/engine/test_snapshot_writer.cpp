@@ -22,6 +22,8 @@ constexpr Kind kKinds[] = {
     {"low_rank_device", "model", DType::kFloat32, true},
     {"each", "model", DType::kFloat32, false},
     {"fp8", "model", DType::kFloat32, false},
+    {"int4", "model", DType::kFloat32, false},
+    {"int4_bf16_device", "model", DType::kBFloat16, true},
     {"wiped", "model", DType::kFloat32, false},
     {"wiped_device", "model", DType::kFloat32, true},
 };
@@ -37,6 +39,10 @@ EngineOptions options_of(const Kind& kind, const std::string& directory) {
   }
   if (kind.name == std::string("fp8")) {
     options.records = "fp8";
+    options.head_dim *= 4;
+  }
+  if (std::string(kind.name).starts_with("int4")) {
+    options.records = "int4";
     options.head_dim *= 4;
   }
   if (kind.on_device) options.device = host_device({});

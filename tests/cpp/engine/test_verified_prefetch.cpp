@@ -204,7 +204,7 @@ INSTANTIATE_TEST_SUITE_P(Everywhere, VerifiedPrefetch,
 
 TEST(Prefetch, RandomLivesOfEveryShapeAreThoseWithoutIt) {
   for (const auto& shapes : {std::span<const Shape>(kShapes), std::span<const Shape>(kSharedPages),
-                             std::span<const Shape>(kFloat8)}) {
+                             std::span<const Shape>(kFloat8), std::span<const Shape>(kInt4)}) {
     for (const Shape& shape : shapes) {
       SCOPED_TRACE(shape.name);
       const TestDirectory directory;

@@ -47,6 +47,7 @@ std::string name_of(const testing::TestParamInfo<Shape>& info) { return info.par
 INSTANTIATE_TEST_SUITE_P(Shapes, CudaLife, testing::ValuesIn(kShapes), name_of);
 INSTANTIATE_TEST_SUITE_P(SharedPages, CudaLife, testing::ValuesIn(kSharedPages), name_of);
 INSTANTIATE_TEST_SUITE_P(Float8, CudaLife, testing::ValuesIn(kFloat8), name_of);
+INSTANTIATE_TEST_SUITE_P(Int4, CudaLife, testing::ValuesIn(kInt4), name_of);
 
 class CudaEngine : public testing::Test {
  protected:

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <chrono>
 #include <map>
 #include <random>
@@ -34,6 +35,16 @@ Status commit(RecordStore& store, RecordStore::StagedRun& run,
   store.enter(run, sequences);
   return store.hand_over(run);
 }
+
+/// The first bytes of a record, inverted.
+class Inverted final : public RecordPacking {
+ public:
+  int64_t payload_bytes() const override { return 300; }
+  void pack(const std::byte* record, std::byte* packed) const override {
+    std::transform(record, record + 300, packed, [](std::byte byte) { return ~byte; });
+  }
+  void unpack(const std::byte* packed, std::byte* record) const override { pack(packed, record); }
+};
 
 class RecordStoreTest : public testing::Test {
  protected:
@@ -101,6 +112,39 @@ TEST_F(RecordStoreTest, WhatWasCommittedComesBackAlsoFromASlowDisk) {
     must(store_->writes().flush());
     EXPECT_EQ(store_->bytes_held(), 40 * kRecord);
     EXPECT_EQ(store_->writes().queue().bytes_written(), 40u * kRecord);
+  }
+}
+
+TEST_F(RecordStoreTest, PackedRecordsAreSummedUpAsTheyStandInTheFile) {
+  open();
+  auto layout = must(SequenceLayout::create(300, 512, 1));
+  store_ = must(RecordStore::create(file_.get(), std::move(layout),
+                                    {.layers = 1,
+                                     .payload_bytes = 300,
+                                     .record_bytes = kRecord,
+                                     .packing = std::make_shared<Inverted>()},
+                                    {.buffer_bytes = 8192, .buffers = 2}));
+  EXPECT_EQ(store_->record_bytes(), kRecord);
+  EXPECT_EQ(store_->stored_bytes(), 512);
+  EXPECT_EQ(store_->run_records_max(), 8);
+  store_->tables().set_sequences(1);
+  must(seal(0, {0, 0, 0}, 40));
+  must(seal(0, {0}, 43));
+  EXPECT_EQ(store_->bytes_held(), 4 * 512);
+  for (int64_t group = 0; group < 4; ++group) {
+    must(store_->ensure_written(0, 0, group));
+    EXPECT_EQ(store_->offset_bytes(0, 0, group), 512 * group);
+    AlignedBytes bytes(512);
+    const iovec target = {bytes.data(), 512};
+    const BlockRead wanted = {512 * group, {&target, 1}};
+    must(reader_->wait(must(reader_->submit({&wanted, 1}))));
+    EXPECT_TRUE(store_->verify(0, 0, group, bytes.data()));
+    std::vector<std::byte> record(kPayload), expected(512);
+    fill_random(record, 40 + group);
+    Inverted().pack(record.data(), expected.data());
+    EXPECT_TRUE(std::equal(expected.begin(), expected.end(), bytes.data())) << group;
+    bytes.data()[299] ^= std::byte{1};
+    EXPECT_FALSE(store_->verify(0, 0, group, bytes.data()));
   }
 }
 

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvswap {
+
+/// How a record stands in the file where it takes fewer bytes there than in memory. Packing what
+/// was unpacked may round again: a record is packed once, and copied as it stands. Thread-safe.
+class RecordPacking {
+ public:
+  virtual ~RecordPacking() = default;
+  /// Of a packed record, without its padding.
+  virtual int64_t payload_bytes() const = 0;
+  /// To [payload_bytes()]; the two do not overlap, nor do those of unpack().
+  virtual void pack(const std::byte* record, std::byte* packed) const = 0;
+  virtual void unpack(const std::byte* packed, std::byte* record) const = 0;
+};
+
+}  // namespace kvswap
