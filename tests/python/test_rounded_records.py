@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 
@@ -11,6 +12,7 @@ from transformers import DynamicCache
 
 from kvswap_torch import ConfigError, KVSwapCache
 from kvswap_torch.hf import session as session_module
+from kvswap_torch.hf.key_probe import probe
 from tests.python.test_hf_selection import conversation
 from tests.python.test_session import BACK_ENDS, HEAD_DIM, Twins, live, options
 from tests.python.tiny_models import (
@@ -252,3 +254,19 @@ def test_four_bits_want_heads_of_whole_blocks(tmp_path):
         KVSwapCache(model, tmp_path, config) as cache,
     ):
         greedy(model, prompt(1, 20), cache)
+
+
+def test_the_probe_knows_rounding_from_another_model(wide, tmp_path, records):
+    """Of whole groups, a part of one, sinks and tail; a key projection that is a third off."""
+    settings = dataclasses.replace(ROUNDED, records=records, sink_tokens=3)
+    ids = prompt(1, 60)["input_ids"]
+    model = copy.deepcopy(wide)
+    with KVSwapCache(model, tmp_path, settings) as cache:
+        forward(model, ids, cache)
+        assert probe(cache, ids, None).startswith("passed: keys and values of 16 tokens")
+        torch.manual_seed(0)
+        for layer in model.model.layers:
+            weight = layer.self_attn.k_proj.weight
+            weight.data += 0.33 * weight.std() * torch.randn_like(weight)
+        with pytest.raises(ConfigError, match="the keys of its first tokens differ by"):
+            probe(cache, ids, None)
