@@ -213,13 +213,19 @@ class Measurement:
             ),
             "cpu_seconds": round(_mean(run, "cpu_seconds"), 5),
             "fill_seconds": run.filled["seconds"],
-            "against_kvswap": self._against_kvswap(key, run),
+            "against_kvswap": self._against_kvswap(key, run, middle),
         }
 
-    def _against_kvswap(self, key: str, run: Run) -> float | None:
-        """Time over kvswap's, the median of rounds in which both took a step."""
+    def _against_kvswap(self, key: str, run: Run, seconds: float) -> float | None:
+        """Time over kvswap's, the median of rounds in which both took a step.
+
+        Of who reads a file, over kvswap's median without them: in their rounds it waits for the
+        disk that they use.
+        """
         if key == "kvswap" or "kvswap" not in self.runs:
             return None
+        if key in ON_FILE and "kvswap" in self.rows:
+            return round(_ms(seconds) / self.rows["kvswap"]["ms"], 3)
         ours, theirs = self.runs["kvswap"].seconds_by_round(), run.seconds_by_round()
         ratios = [theirs[number] / ours[number] for number in ours.keys() & theirs.keys()]
         return round(statistics.median(ratios), 3) if ratios else None
