@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 namespace kvswap {
 
@@ -15,6 +16,13 @@ class RecordPacking {
   /// To [payload_bytes()]; the two do not overlap, nor do those of unpack().
   virtual void pack(const std::byte* record, std::byte* packed) const = 0;
   virtual void unpack(const std::byte* packed, std::byte* record) const = 0;
+};
+
+/// What a record is in memory and in the file, padding included.
+struct RecordForm {
+  int64_t record_bytes = 0;
+  int64_t stored_bytes = 0;
+  std::shared_ptr<const RecordPacking> packing = nullptr;  // null: the two are the same
 };
 
 }  // namespace kvswap

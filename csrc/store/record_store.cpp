@@ -7,6 +7,21 @@
 #include "store/checksum.h"
 
 namespace kvswap {
+namespace {
+
+/// Where a run's record stands as the file is to have it. Packed ones are neighbours from the run's
+/// begin on: none reaches a record that is still to be packed. packed: room for one.
+std::byte* as_stored(const RecordForm& form, std::byte* run, int64_t index,
+                     std::span<std::byte> packed) {
+  std::byte* record = run + index * form.record_bytes;
+  if (form.packing == nullptr) return record;
+  form.packing->pack(record, packed.data());
+  std::byte* target = run + index * form.stored_bytes;
+  std::memcpy(target, packed.data(), packed.size());
+  return target;
+}
+
+}  // namespace
 
 Result<std::unique_ptr<RecordStore>> RecordStore::create(DataFile* file,
                                                          std::unique_ptr<Layout> layout,
@@ -23,8 +38,10 @@ Result<std::unique_ptr<RecordStore>> RecordStore::create(DataFile* file,
 RecordStore::RecordStore(DataFile* file, std::unique_ptr<Layout> layout,
                          const RecordStoreOptions& options, std::unique_ptr<WriteQueue> queue,
                          int64_t buffer_bytes)
-    : packing_(options.packing),
-      record_bytes_(packing_ != nullptr ? options.record_bytes : layout->record_bytes()),
+    : form_{.record_bytes = options.packing ? options.record_bytes : layout->record_bytes(),
+            .stored_bytes = layout->record_bytes(),
+            .packing = options.packing},
+      packed_(options.packing ? options.payload_bytes : 0),
       payload_bytes_(options.payload_bytes),
       note_bytes_(options.note_bytes),
       has_checksums_(options.checksum),
@@ -41,7 +58,7 @@ Result<RecordStore::StagedRun> RecordStore::stage(int64_t layer, int64_t count,
   auto buffer = writes_.queue().acquire();
   if (!buffer.is_ok()) {
     for (int64_t i = 0; taken_bytes && i < count; ++i) {
-      places_.release(static_cast<uint32_t>(*taken_bytes / stored_bytes() + i));
+      places_.release(static_cast<uint32_t>(*taken_bytes / form_.stored_bytes + i));
     }
     return buffer.status();
   }
@@ -60,7 +77,7 @@ Result<RecordStore::StagedRun> RecordStore::stage(int64_t layer, int64_t count,
 
 void RecordStore::enter(StagedRun& run, std::span<const int64_t> sequences) {
   KVSWAP_ASSERT(static_cast<int64_t>(sequences.size()) == run.count);
-  const auto first = static_cast<uint32_t>(run.offset_bytes / stored_bytes());
+  const auto first = static_cast<uint32_t>(run.offset_bytes / form_.stored_bytes);
   run.entries.clear();
   for (uint32_t i = 0; i < run.count; ++i) {
     const uint32_t number = records_.add(first + i);
@@ -70,7 +87,7 @@ void RecordStore::enter(StagedRun& run, std::span<const int64_t> sequences) {
 
 void RecordStore::enter_pages(StagedRun& run, std::span<const int64_t> pages) {
   KVSWAP_ASSERT(static_cast<int64_t>(pages.size()) == run.count);
-  const auto first = static_cast<uint32_t>(run.offset_bytes / stored_bytes());
+  const auto first = static_cast<uint32_t>(run.offset_bytes / form_.stored_bytes);
   run.entries.clear();
   for (uint32_t i = 0; i < run.count; ++i) {
     run.entries.push_back({records_.add(first + i), pages[i]});
@@ -84,27 +101,15 @@ Status RecordStore::hand_over(const StagedRun& run) {
     const auto [number, group] = run.entries[i];
     written.push_back({number, records_.at(number).serial});
     records_.set_note(number, run.notes.data() + i * note_bytes_);
-    std::byte* bytes = pack(run, i);
-    std::memset(bytes + payload_bytes_, 0, stored_bytes() - payload_bytes_);
+    std::byte* bytes = as_stored(form_, run.data(), i, packed_);
+    std::memset(bytes + payload_bytes_, 0, form_.stored_bytes - payload_bytes_);
     if (!has_checksums_) continue;
     const RecordOf of = {places_.seed(), run.layer, group, written.back().serial};
     records_.set_checksum(number,
-                          record_checksum({bytes, static_cast<size_t>(stored_bytes())}, of));
+                          record_checksum({bytes, static_cast<size_t>(form_.stored_bytes)}, of));
   }
-  return writes_.submit(run.buffer, run.offset_bytes, run.count * stored_bytes(),
+  return writes_.submit(run.buffer, run.offset_bytes, run.count * form_.stored_bytes,
                         std::move(written));
-}
-
-/// Where the run's record stands as the file is to have it. Packed ones are neighbours from the
-/// run's begin on: none reaches a record that is still to be packed.
-std::byte* RecordStore::pack(const StagedRun& run, int64_t index) {
-  std::byte* record = run.data() + index * record_bytes();
-  if (packing_ == nullptr) return record;
-  packed_.resize(payload_bytes_);
-  packing_->pack(record, packed_.data());
-  std::byte* target = run.data() + index * stored_bytes();
-  std::memcpy(target, packed_.data(), payload_bytes_);
-  return target;
 }
 
 RecordKey RecordStore::key(int64_t layer, int64_t sequence, int64_t group) const {
@@ -116,7 +121,7 @@ bool RecordStore::verify(int64_t layer, int64_t sequence, int64_t group,
   if (!has_checksums_) return true;
   const RecordRegistry::Record& expected = record(layer, sequence, group);
   const RecordOf of = {places_.seed_of(expected.place), layer, group, expected.serial};
-  return record_checksum({bytes, static_cast<size_t>(stored_bytes())}, of) == expected.checksum;
+  return record_checksum({bytes, static_cast<size_t>(form_.stored_bytes)}, of) == expected.checksum;
 }
 
 void RecordStore::truncate(int64_t layer, int64_t groups) {

@@ -65,13 +65,9 @@ class RecordStore {
                                                      const RecordStoreOptions& options,
                                                      const WriteQueueOptions& write_options);
 
-  /// Of a record in memory, and in the file.
-  int64_t record_bytes() const { return record_bytes_; }
-  int64_t stored_bytes() const { return places_.record_bytes(); }
-  /// Null where these are the same.
-  const RecordPacking* packing() const { return packing_.get(); }
+  const RecordForm& form() const { return form_; }
   /// Most records that one run can stage.
-  int64_t run_records_max() const { return buffer_bytes_ / record_bytes(); }
+  int64_t run_records_max() const { return buffer_bytes_ / form_.record_bytes; }
 
   /// Lends room for `count` records; blocks while the disk is behind.
   /// taken_bytes: the offset, where places() have given these records theirs; they are released
@@ -101,7 +97,7 @@ class RecordStore {
   Status ensure_written(int64_t layer, int64_t sequence, int64_t group) {
     return writes_.wait_for(offset_bytes(layer, sequence, group));
   }
-  /// True when `bytes` [stored_bytes()] are what is in the file; always, without checksums.
+  /// True when `bytes` [stored_bytes] are what is in the file; always, without checksums.
   bool verify(int64_t layer, int64_t sequence, int64_t group, const std::byte* bytes) const;
 
   /// Drops the groups from `groups` on in a layer, of all sequences. Writes that are not done and
@@ -123,7 +119,7 @@ class RecordStore {
   RecordWrites& writes() { return writes_; }
 
   /// Of all records that tables hold.
-  int64_t bytes_held() const { return records_.held() * stored_bytes(); }
+  int64_t bytes_held() const { return records_.held() * form_.stored_bytes; }
   /// Bytes of tables for one more group of one sequence in one layer, beside its note.
   static constexpr int64_t table_bytes_per_group() {
     return sizeof(RecordRegistry::Record) + RecordTables::bytes_per_group();
@@ -136,12 +132,10 @@ class RecordStore {
   const RecordRegistry::Record& record(int64_t layer, int64_t sequence, int64_t group) const {
     return records_.at(tables_.number(layer, sequence, group));
   }
-  std::byte* pack(const StagedRun& run, int64_t index);
 
-  std::shared_ptr<const RecordPacking> packing_;
+  RecordForm form_;
   std::vector<std::byte> packed_;  // one record
-  int64_t record_bytes_;
-  int64_t payload_bytes_;
+  int64_t payload_bytes_;          // of one in the file
   int64_t note_bytes_;
   bool has_checksums_;
   int64_t buffer_bytes_;

@@ -50,7 +50,7 @@ Status Fetcher::submit(Fetch& fetch) {
     KVSWAP_RETURN_IF_ERROR(store_->ensure_written(fetch.layer, load.sequence, load.group));
     load.is_ready = false;
     fetch.placements.push_back({store_->offset_bytes(fetch.layer, load.sequence, load.group),
-                                store_->stored_bytes(), landing_of(fetch, load)});
+                                store_->form().stored_bytes, landing_of(fetch, load)});
   }
   drop_repeats(fetch);
   fetch.merged.build(fetch.placements, {.gap_bytes_max = options_.merge_gap_bytes,
@@ -72,7 +72,7 @@ void Fetcher::record(SpanKind kind, const Fetch& fetch, int64_t begin_ns, int64_
        .ticket = fetch.ticket,
        .begin_ns = begin_ns,
        .end_ns = end_ns,
-       .bytes = static_cast<int64_t>(fetch.loads.size()) * store_->stored_bytes()});
+       .bytes = static_cast<int64_t>(fetch.loads.size()) * store_->form().stored_bytes});
 }
 
 void Fetcher::drop_repeats(Fetch& fetch) {
@@ -114,11 +114,11 @@ Status Fetcher::complete(Fetch& fetch) {
   if (is_again) return Status::ok();  // of a record that reread() asked for
   counters_.hidden_seconds += 1e-9 * static_cast<double>(waits_from_ns - fetch.submitted_ns);
   counters_.records += fetch.loads.size();
-  counters_.payload_bytes += fetch.loads.size() * store_->stored_bytes();
+  counters_.payload_bytes += fetch.loads.size() * store_->form().stored_bytes;
   counters_.gap_bytes += fetch.merged.gap_bytes();
   const Stopwatch watch(options_.timeline, {.kind = SpanKind::kLand, .layer = fetch.layer});
   for (const Fetch::Copy& copy : fetch.copies) {
-    std::memcpy(copy.target, copy.source, store_->stored_bytes());
+    std::memcpy(copy.target, copy.source, store_->form().stored_bytes);
   }
   return Status::ok();
 }
@@ -131,7 +131,7 @@ Status Fetcher::verify(Fetch& fetch) {
       if (!take(fetch, fetch.loads[i])) ++failed;
     }
   };
-  const int64_t piece = store_->packing() != nullptr ? 4 : 32;
+  const int64_t piece = store_->form().packing != nullptr ? 4 : 32;
   options_.parallel != nullptr ? (*options_.parallel)(count, piece, check)
                                : serial_for(count, piece, check);
   if (failed == 0) return Status::ok();
@@ -143,8 +143,9 @@ Status Fetcher::verify(Fetch& fetch) {
 
 /// Where the file's bytes land: a record that is packed there is shorter than its target.
 std::byte* Fetcher::landing_of(const Fetch& fetch, const Load& load) const {
-  return fetch.stays_packed ? load.target
-                            : load.target + (store_->record_bytes() - store_->stored_bytes());
+  return fetch.stays_packed
+             ? load.target
+             : load.target + (store_->form().record_bytes - store_->form().stored_bytes);
 }
 
 /// Does the checksum hold? Then the record is unpacked.
@@ -153,7 +154,7 @@ bool Fetcher::take(const Fetch& fetch, Load& load) const {
   const std::byte* landed = landing_of(fetch, load);
   if (!store_->verify(fetch.layer, load.sequence, load.group, landed)) return false;
   load.is_ready = true;
-  const RecordPacking* packing = store_->packing();
+  const RecordPacking* packing = store_->form().packing.get();
   if (packing == nullptr || fetch.stays_packed) return true;
   thread_local std::vector<std::byte> packed;
   packed.assign(landed, landed + packing->payload_bytes());
@@ -164,7 +165,7 @@ bool Fetcher::take(const Fetch& fetch, Load& load) const {
 Status Fetcher::reread(Fetch& fetch, Load& load) {
   ++counters_.reread_records;
   const int64_t offset = store_->offset_bytes(fetch.layer, load.sequence, load.group);
-  const iovec target = {landing_of(fetch, load), static_cast<size_t>(store_->stored_bytes())};
+  const iovec target = {landing_of(fetch, load), static_cast<size_t>(store_->form().stored_bytes)};
   const BlockRead again = {offset, {&target, 1}};
   auto ticket = reader_->submit({&again, 1});
   if (!ticket.is_ok()) return ticket.status();

@@ -187,7 +187,7 @@ Result<const std::byte*> RetainedPages::page_in_tail(int64_t layer, int64_t sequ
   auto page = context_.space->compute().map_for_host(tail_.page(layer, sequence, group),
                                                      context_.plan.group_bytes, tail_copy_);
   if (!page.is_ok()) return page;
-  if (const RecordPacking* packing = context_.store->packing()) {
+  if (const RecordPacking* packing = context_.store->form().packing.get()) {
     rounded_.resize(packing->payload_bytes());
     packing->pack(page.value(), rounded_.data());
     packing->unpack(rounded_.data(), decoded_.data());

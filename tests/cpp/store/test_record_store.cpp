@@ -124,8 +124,8 @@ TEST_F(RecordStoreTest, PackedRecordsAreSummedUpAsTheyStandInTheFile) {
                                      .record_bytes = kRecord,
                                      .packing = std::make_shared<Inverted>()},
                                     {.buffer_bytes = 8192, .buffers = 2}));
-  EXPECT_EQ(store_->record_bytes(), kRecord);
-  EXPECT_EQ(store_->stored_bytes(), 512);
+  EXPECT_EQ(store_->form().record_bytes, kRecord);
+  EXPECT_EQ(store_->form().stored_bytes, 512);
   EXPECT_EQ(store_->run_records_max(), 8);
   store_->tables().set_sequences(1);
   must(seal(0, {0, 0, 0}, 40));
