@@ -31,10 +31,9 @@ struct Int4Shape {
 
   int64_t block() const;
   int64_t row_bytes() const { return record.head_dim / block() + record.head_dim / 2; }
-  /// Of a coded record.
-  int64_t payload_bytes() const {
-    return record.kv_heads * (2 * record.group_tokens + 1) * row_bytes();
-  }
+  /// Of a KV head of a coded record, and of all.
+  int64_t head_bytes() const { return (2 * record.group_tokens + 1) * row_bytes(); }
+  int64_t payload_bytes() const { return record.kv_heads * head_bytes(); }
 };
 
 /// What head_dim must be a multiple of.

@@ -211,21 +211,27 @@ Int4Shape int4_shape(const char* where, RecordShape record, at::ScalarType dtype
   return {record, to_dtype(dtype)};
 }
 
+/// Of `count` records of contiguous tensors.
+void run_int4(void (*codec)(const Int4Shape&, const std::byte*, std::byte*), const Int4Shape& shape,
+              int64_t count, const at::Tensor& from, const at::Tensor& to) {
+  const std::vector<char*> sources = addresses_of(from, count);
+  const std::vector<char*> targets = addresses_of(to, count);
+  at_parallel_for()(count, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      codec(shape, reinterpret_cast<const std::byte*>(sources[i]),
+            reinterpret_cast<std::byte*>(targets[i]));
+    }
+  });
+}
+
 at::Tensor encode_int4_records_cpu(const at::Tensor& records) {
   const Sides sides = sides_of("encode_int4_records", "records", records);
   const Int4Shape shape = int4_shape("encode_int4_records", sides.shape, records.scalar_type());
   const at::Tensor source = records.contiguous();
   std::vector<int64_t> sizes = records.sizes().slice(0, records.dim() - 3).vec();
-  sizes.push_back((2 * sides.shape.group_tokens + 1) * shape.row_bytes());
+  sizes.push_back(shape.head_bytes());
   at::Tensor encoded = at::empty(sizes, records.options().dtype(at::kByte));
-  const std::vector<char*> from = addresses_of(source, sides.count);
-  const std::vector<char*> to = addresses_of(encoded, sides.count);
-  at_parallel_for()(sides.count, 16, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      encode_int4_record(shape, reinterpret_cast<const std::byte*>(from[i]),
-                         reinterpret_cast<std::byte*>(to[i]));
-    }
-  });
+  run_int4(encode_int4_record, shape, sides.count, source, encoded);
   return encoded;
 }
 
@@ -236,7 +242,7 @@ at::Tensor decode_int4_records_cpu(const at::Tensor& encoded, int64_t group_toke
   TORCH_CHECK_VALUE(encoded.dim() >= 2, kWhere, ": encoded must be [..., kv_heads, bytes], got ",
                     encoded.sizes());
   const Int4Shape shape = int4_shape(kWhere, {encoded.size(-2), group_tokens, head_dim, 0}, dtype);
-  const int64_t bytes = (2 * group_tokens + 1) * shape.row_bytes();
+  const int64_t bytes = shape.head_bytes();
   TORCH_CHECK_VALUE(encoded.size(-1) == bytes, kWhere, ": encoded must have ", bytes,
                     " bytes for each KV head of ", group_tokens, " tokens of ", head_dim, ", got ",
                     encoded.size(-1));
@@ -245,14 +251,7 @@ at::Tensor decode_int4_records_cpu(const at::Tensor& encoded, int64_t group_toke
   at::Tensor records = at::empty(sizes, encoded.options().dtype(dtype));
   const at::Tensor source = encoded.contiguous();
   const int64_t count = encoded.numel() / std::max<int64_t>(1, encoded.size(-2) * bytes);
-  const std::vector<char*> from = addresses_of(source, count);
-  const std::vector<char*> to = addresses_of(records, count);
-  at_parallel_for()(count, 16, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      decode_int4_record(shape, reinterpret_cast<const std::byte*>(from[i]),
-                         reinterpret_cast<std::byte*>(to[i]));
-    }
-  });
+  run_int4(decode_int4_record, shape, count, source, records);
   return records;
 }
 

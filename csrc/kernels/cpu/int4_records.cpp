@@ -4,7 +4,6 @@
 #include <bit>
 #include <cstring>
 #include <limits>
-#include <utility>
 #include <vector>
 
 #undef HWY_TARGET_INCLUDE
