@@ -61,7 +61,7 @@ def insert(path: Path, before: str, text: str) -> None:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources with both additions, built without torch."""
     tree = tmp_path_factory.mktemp("additions")
-    for part in ("csrc", "cmake"):
+    for part in ("csrc", "cmake", "third_party"):
         shutil.copytree(ROOT / part, tree / part)
     shutil.copytree(
         ROOT / "kvswap_torch",
