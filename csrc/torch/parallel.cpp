@@ -3,6 +3,12 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/stable/c/shim.h>
 
+#include <algorithm>
+#include <memory>
+#include <mutex>
+
+#include "io/thread_team.h"
+
 namespace kvswap {
 namespace {
 
@@ -24,6 +30,22 @@ void run_on_torch_threads(int64_t count, int64_t grain, const Body& body) {
 const ParallelFor& at_parallel_for() {
   static const ParallelFor parallel = run_on_torch_threads;
   return parallel;
+}
+
+ParallelFor few_threads_for() {
+  constexpr uint32_t kThreadsMax = 8;
+  static std::mutex mutex;
+  static std::weak_ptr<ThreadTeam> shared;
+  const std::lock_guard lock(mutex);
+  std::shared_ptr<ThreadTeam> team = shared.lock();
+  if (!team || !team->is_here()) {
+    uint32_t threads = 1;
+    TORCH_CHECK(torch_get_num_threads(&threads) == AOTI_TORCH_SUCCESS,
+                "threads: torch must tell how many it has");
+    team = ThreadTeam::start(static_cast<int>(std::clamp(threads, 1u, kThreadsMax)) - 1);
+    shared = team;
+  }
+  return [team](int64_t count, int64_t grain, const Body& body) { team->run(count, grain, body); };
 }
 
 }  // namespace kvswap

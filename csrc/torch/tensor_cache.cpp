@@ -39,7 +39,7 @@ auto with_value_errors(const Call& call) {
 /// With torch's threads, stream and attention.
 CacheOptions over_tensors(CacheOptions options) {
   const at::Device device = tensor_device(options.device);
-  options.threads = at_parallel_for();
+  options.threads = device.is_cuda() ? few_threads_for() : at_parallel_for();
   if (device.is_cuda()) options.stream = [device] { return current_stream(device); };
   options.exact = torch_exact_attention(device);
   return options;
