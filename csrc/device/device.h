@@ -81,7 +81,7 @@ class Device {
   virtual void wait(Event event) = 0;
   /// The host waits for the last record(); never recorded: returns at once.
   virtual Status synchronize(Event event) = 0;
-  /// Seconds between two events that are done.
+  /// Seconds between two events; 0 while one of them is not done.
   virtual double seconds_between(Event begin, Event end) = 0;
   /// The host waits for all streams of this object, not for the whole device. Never in a step.
   virtual Status drain() = 0;

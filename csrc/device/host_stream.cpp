@@ -37,6 +37,8 @@ void HostEvents::wait(int32_t event, uint64_t point) const {
 
 double HostEvents::seconds_between(int32_t begin, int32_t end) const {
   const std::lock_guard lock(mutex_);
+  const auto is_done = [](const auto& state) { return state.reached == state.marked; };
+  if (!is_done(states_.at(begin)) || !is_done(states_.at(end))) return 0;  // nothing is known
   const auto passed = states_.at(end).reached_at - states_.at(begin).reached_at;
   return std::chrono::duration<double>(passed).count();
 }

@@ -132,8 +132,7 @@ DeviceBackend::DeviceBackend(const Plan& plan, std::unique_ptr<Device> device,
     : plan_(plan),
       device_(std::move(device)),
       compute_(*device_, tables_, plan.page_layers),
-      landing_(*device_, tables_, compute_, plan.options.layers, plan.record_bytes,
-               plan.options.memory_at_end()),
+      landing_(*device_, tables_, compute_, plan.record_bytes, plan.options.memory_at_end()),
       outbox_(*device_, staging, Plan::kWriteBuffers, outbox_note_bytes(plan)) {}
 
 DeviceBackend::~DeviceBackend() {

@@ -95,6 +95,7 @@ void Fetcher::drop_repeats(Fetch& fetch) {
 Status Fetcher::finish(Fetch& fetch) {
   if (fetch.ticket != 0) KVSWAP_RETURN_IF_ERROR(complete(fetch));
   if (!fetch.is_unverified) return Status::ok();
+  const Stopwatch watch(options_.timeline, {.kind = SpanKind::kLand, .layer = fetch.layer});
   Status verified = verify(fetch);
   if (!verified.is_pending()) fetch.is_unverified = false;
   return verified;

@@ -3,10 +3,7 @@
 namespace kvswap {
 
 Status DeviceLoadStaging::open() {
-  std::vector<Event*> events;
-  for (auto* each : {&needs_, &has_}) {
-    for (Event& event : *each) events.push_back(&event);
-  }
+  Event* const events[] = {&needs_, &has_};
   KVSWAP_RETURN_IF_ERROR(make_events(device_, events));
   return buffers_.open();
 }
@@ -34,7 +31,7 @@ Result<std::shared_ptr<std::byte>> DeviceLoadStaging::make_landing(int64_t bytes
 
 Status DeviceLoadStaging::publish(Fetch& fetch) {
   if (fetch.lane < 0) return Status::ok();
-  const auto layer = static_cast<size_t>(fetch.layer);
+  const bool is_timed = published_++ % kTimedEvery == 0;
   std::vector<std::byte*> pages;
   for (const Load& load : fetch.loads) pages.push_back(load.home);
   const Event copied = buffers_.copied(fetch);
@@ -45,25 +42,32 @@ Status DeviceLoadStaging::publish(Fetch& fetch) {
     auto tables = tables_->open(UploadRing::padded(bytes));
     std::byte* const* on_device = tables.add(pages);
     tables.send();
-    buffers_.copy(fetch, staging_.data(), on_device);
+    buffers_.copy(fetch, staging_.data(), on_device, is_timed);
   }
   counters_.copied_bytes += pages.size() * record_bytes_;
-  if (is_wait_timed_[layer]) {
-    // A step old: done, as a rule.
-    KVSWAP_RETURN_IF_ERROR(device_.synchronize(has_[layer]));
-    counters_.device_wait_seconds += device_.seconds_between(needs_[layer], has_[layer]);
-  }
-  device_.record(needs_[layer]);
+  if (is_timed) begin_timing();
   device_.wait(copied);
-  device_.record(has_[layer]);
-  is_wait_timed_[layer] = true;
+  if (is_timed) device_.record(has_);
   buffers_.release(fetch);
   return Status::ok();
+}
+
+/// Of this load; takes the time of the one before, which is kTimedEvery loads old.
+void DeviceLoadStaging::begin_timing() {
+  if (published_ > 1) {
+    ++timed_;
+    timed_wait_seconds_ += device_.seconds_between(needs_, has_);
+  }
+  device_.record(needs_);
 }
 
 SpaceCounters DeviceLoadStaging::counters() const {
   SpaceCounters counters = counters_;
   counters.copy_seconds = buffers_.copy_seconds();
+  if (timed_ > 0) {
+    counters.device_wait_seconds =
+        timed_wait_seconds_ * static_cast<double>(published_) / static_cast<double>(timed_);
+  }
   return counters;
 }
 

@@ -22,17 +22,13 @@ namespace kvswap {
 class DeviceLoadStaging final : public LoadStaging {
  public:
   DeviceLoadStaging(Device& device, const std::unique_ptr<UploadRing>& tables,
-                    const DeviceCompute& compute, int64_t layers, int64_t record_bytes,
-                    AtEnd pinned_at_end)
+                    const DeviceCompute& compute, int64_t record_bytes, AtEnd pinned_at_end)
       : device_(device),
         tables_(tables),
         compute_(compute),
         record_bytes_(record_bytes),
         pinned_at_end_(pinned_at_end),
-        buffers_(device),
-        needs_(layers),
-        has_(layers),
-        is_wait_timed_(layers, false) {}
+        buffers_(device) {}
   Status open();
   /// Lanes of `lane_records` each; nothing is in flight.
   Status reserve(int64_t lane_records);
@@ -44,9 +40,14 @@ class DeviceLoadStaging final : public LoadStaging {
   void give_back(Fetch& fetch) override { buffers_.release(fetch); }
   std::byte* landing_in(std::byte*) const override { return nullptr; }
 
+  /// Its seconds by those of one load in kTimedEvery: to time one is six calls of the runtime.
   SpaceCounters counters() const;
 
  private:
+  static constexpr int64_t kTimedEvery = 7;  // no divisor of usual numbers of layers: all are seen
+
+  void begin_timing();
+
   Device& device_;
   const std::unique_ptr<UploadRing>& tables_;
   const DeviceCompute& compute_;
@@ -54,10 +55,12 @@ class DeviceLoadStaging final : public LoadStaging {
   AtEnd pinned_at_end_;
   PinnedBuffer lane_memory_;
   StagingBuffers buffers_;
-  DeviceBytes staging_;              // [lane_records, record_bytes]
-  std::vector<Event> needs_;         // [layers]: compute came to need a layer's loads ...
-  std::vector<Event> has_;           // [layers]: ... and had them
-  std::vector<bool> is_wait_timed_;  // [layers]: both were recorded, and their time is not taken
+  DeviceBytes staging_;  // [lane_records, record_bytes]
+  Event needs_ = -1;     // compute came to need what one load brings ...
+  Event has_ = -1;       // ... and had it
+  int64_t published_ = 0;
+  int64_t timed_ = 0;
+  double timed_wait_seconds_ = 0;
   SpaceCounters counters_;
 };
 

@@ -30,8 +30,9 @@ Status StagingBuffers::acquire(Fetch& fetch) {
       std::find_if(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return !lane.is_lent; });
   KVSWAP_ASSERT(free != lanes_.end());
   KVSWAP_RETURN_IF_ERROR(device_.synchronize(free->copied));
-  if (std::exchange(free->is_timed, false)) {
-    copy_seconds_ += device_.seconds_between(free->begins, free->copied);
+  if (const int64_t timed = std::exchange(free->timed_records, 0); timed > 0) {
+    timed_records_ += timed;
+    timed_seconds_ += device_.seconds_between(free->begins, free->copied);
   }
   free->is_lent = true;
   fetch.lane = static_cast<int>(free - lanes_.begin());
@@ -43,10 +44,15 @@ Status StagingBuffers::acquire(Fetch& fetch) {
   return Status::ok();
 }
 
-void StagingBuffers::copy(Fetch& fetch, std::byte* staging, std::byte* const* pages) {
+void StagingBuffers::copy(Fetch& fetch, std::byte* staging, std::byte* const* pages,
+                          bool is_timed) {
   Lane& lane = lanes_[fetch.lane];
   const auto count = static_cast<int64_t>(fetch.loads.size());
-  device_.record(lane.begins);
+  records_ += count;
+  if (is_timed) {
+    lane.timed_records = count;
+    device_.record(lane.begins);
+  }
   device_.copy_in(staging, memory(fetch.lane), count * record_bytes_);
   device_.launch(cuda::CopyRecordsArgs{.source = staging,
                                        .source_stride = record_bytes_,
@@ -54,7 +60,11 @@ void StagingBuffers::copy(Fetch& fetch, std::byte* staging, std::byte* const* pa
                                        .count = count,
                                        .bytes = record_bytes_});
   device_.record(lane.copied);
-  lane.is_timed = true;
+}
+
+double StagingBuffers::copy_seconds() const {
+  if (timed_records_ == 0) return 0;
+  return timed_seconds_ * static_cast<double>(records_) / static_cast<double>(timed_records_);
 }
 
 void StagingBuffers::release(Fetch& fetch) {

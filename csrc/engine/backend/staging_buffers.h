@@ -28,19 +28,20 @@ class StagingBuffers {
   /// Each load's target; the host waits while an earlier copy from the lane is under way.
   Status acquire(Fetch& fetch);
   /// On the load stream: one copy of what landed to `staging`, one scatter to the pages. `pages`:
-  /// [loads] addresses on the device, in the loads' order, on that stream.
-  void copy(Fetch& fetch, std::byte* staging, std::byte* const* pages);
+  /// [loads] addresses on the device, in the loads' order, on that stream. is_timed: it counts for
+  /// copy_seconds().
+  void copy(Fetch& fetch, std::byte* staging, std::byte* const* pages, bool is_timed);
   /// Reached when the fetch's pages hold their records.
   Event copied(const Fetch& fetch) const { return lanes_[fetch.lane].copied; }
   /// The lane may be lent again.
   void release(Fetch& fetch);
-  /// Seconds of copies, of those whose lane was lent again.
-  double copy_seconds() const { return copy_seconds_; }
+  /// Seconds that all copies took, by those that were timed.
+  double copy_seconds() const;
 
  private:
   struct Lane {
     bool is_lent = false;
-    bool is_timed = false;  // a copy from it was queued, and its time not taken yet
+    int64_t timed_records = 0;  // of a copy that was queued, and whose time was not taken yet
     Event begins = -1;
     Event copied = -1;
   };
@@ -51,7 +52,9 @@ class StagingBuffers {
   std::byte* host_ = nullptr;
   int64_t lane_records_ = 0;
   int64_t record_bytes_ = 0;
-  double copy_seconds_ = 0;
+  int64_t records_ = 0;  // copied
+  int64_t timed_records_ = 0;
+  double timed_seconds_ = 0;
 };
 
 }  // namespace kvswap

@@ -79,8 +79,8 @@ void expect_at_most(int64_t batch, double calls_max, double launches_max, double
   EXPECT_EQ(calls["cudaMallocFromPoolAsync"], 0);
 }
 
-TEST(RuntimeCalls, OfALayersStepAreBounded) { expect_at_most(1, 32, 6.5, 4.5); }
-TEST(RuntimeCalls, OfABatchAreLittleMore) { expect_at_most(4, 36, 6.5, 5.5); }
+TEST(RuntimeCalls, OfALayersStepAreBounded) { expect_at_most(1, 26, 6.5, 2.5); }
+TEST(RuntimeCalls, OfABatchAreLittleMore) { expect_at_most(4, 28, 6.5, 2.5); }
 
 }  // namespace
 }  // namespace kvswap
