@@ -5,9 +5,11 @@
 Fills caches with random keys and values and decodes with a randomly initialised model, over
 contexts and batches of an 8B model's layers and of one smaller shape. A step ends when the device
 is done, and medians are reported. `inplace` is the strongest peer: a cache of fixed size in the
-device's memory, written in place and attended by a flash kernel without a mask. What does not fit
-in memory or in `--seconds` is named under "skipped". `--device cpu --tiny` shows in seconds that
-the script works.
+device's memory, written in place and attended by a flash kernel without a mask. `offloaded` is
+transformers' own for what does not fit: all of it in the host's memory, a layer copied to the
+device at a time. Random choices are our worst case, nothing is selected twice; `kvswap-text`
+selects, and predicts, what SmolLM2 did in a text. What does not fit in memory or in `--seconds` is
+named under "skipped". `--device cpu --tiny` shows in seconds that the script works.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,8 +61,17 @@ OURS = {
     "kvswap": {},
     "kvswap-k400": {"selection.top_k_groups": 400, "memory.pages_per_layer": 600},
     "kvswap-fp8": {"storage.kv_dtype": "fp8_e4m3"},
+    "kvswap-int4": {"storage.kv_dtype": "int4"},
+    "kvswap-text": {"prefetch.mode": "verify", "memory.pages_per_layer": 400},
+    "kvswap-text-k400": {
+        "prefetch.mode": "verify",
+        "selection.top_k_groups": 400,
+        "memory.pages_per_layer": 1600,
+    },
 }
-CONTENDERS = (*OURS, "inplace", "dynamic", "static", "restore")
+# These select, step by step, what SmolLM2 selected in a text (bench/recorded.py).
+OF_A_TEXT = ("kvswap-text", "kvswap-text-k400")
+CONTENDERS = (*OURS, "inplace", "dynamic", "offloaded", "static", "restore")
 
 
 class InPlaceLayer(DynamicLayer):
@@ -90,11 +101,13 @@ class InPlaceLayer(DynamicLayer):
 def cases(tiny: bool) -> list[Case]:
     if tiny:
         shape = Shape(2, 64, 4, 2, 64, 128)
-        return [Case("tiny", shape, context, batch) for context in (512, 1024) for batch in (1, 2)]
+        return [
+            Case("tiny", shape, context, batch) for context in (4096, 16384) for batch in (1, 2)
+        ]
     small, large = replace(SHAPES["1b"], layers=4), SHAPES["8b-layers"]
     grid = [Case("8b-layers", large, 32768, batch) for batch in (8, 1)]
     grid += [Case("8b-layers", large, 131072, 1)]
-    grid += [Case("8b-layers", large, 32768, batch) for batch in (4, 16)]
+    grid += [Case("8b-layers", large, 32768, batch) for batch in (16, 4)]
     for context in (32768, 16384, 8192):
         grid += [Case("1b", small, context, batch) for batch in (1, 4, 8, 16)]
     return grid
@@ -191,12 +204,27 @@ def open_cache(name: str, model: Any, case: Case, path: Path, device: torch.devi
         cache = Cache(layers=[InPlaceLayer(rows) for _ in range(case.shape.layers)])
     elif name == "static":
         cache = StaticCache(config=model.config, max_cache_len=case.context + ROOM_TOKENS)
+    elif name == "offloaded":
+        cache = DynamicCache(config=model.config, offloading=True)
     else:
         cache = DynamicCache(config=model.config)
     for layer in range(case.shape.layers):
-        for keys, values in pieces(case, device):
+        given = pieces(case, device)
+        if name == "offloaded":  # takes nothing more for a layer that it has put away
+            given = [tuple(torch.cat(side, 2) for side in zip(*given, strict=True))]
+        for keys, values in given:
             cache.update(keys, values, layer)
     return cache
+
+
+def recorded_choices(cache: KVSwapCache, case: Case) -> Callable[[int], None]:
+    """Has the cache select, from the next step on, what a model selected in a text."""
+    from bench.recorded import Recorded
+
+    selection = cache.driver.config.selection
+    groups = case.context // selection.group_tokens
+    recorded = Recorded.load("smollm2").scaled(case.shape.layers, groups, selection.top_k_groups)
+    return recorded.follow(cache.driver.session, case.batch)
 
 
 def finish(device: torch.device) -> None:
@@ -206,7 +234,13 @@ def finish(device: torch.device) -> None:
 
 @torch.inference_mode()
 def decode(
-    model: Any, cache: Any, case: Case, device: torch.device, steps: int, begin: int | None = None
+    model: Any,
+    cache: Any,
+    case: Case,
+    device: torch.device,
+    steps: int,
+    begin: int | None = None,
+    before_step: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
     """Seconds of each step, until the device is done; the first token's position is `begin`."""
     ids = torch.full((case.batch, 1), 7, device=device)
@@ -214,6 +248,7 @@ def decode(
     seconds = []
     for step in range(steps):
         positions = torch.full_like(ids, begin + step)
+        before_step(begin + step - case.context)
         finish(device)
         began = time.perf_counter()
         output = model(
@@ -233,11 +268,12 @@ def measure(
     cache = open_cache(name, model, case, path, device)
     finish(device)
     filled = time.perf_counter()
-    # Each of its steps reads the whole cache: few are enough, and more than few are minutes.
-    steps, warm_up = (4, 1) if name == "restore" else (steps, steps // 4)
-    decode(model, cache, case, device, warm_up)
+    # Each of their steps reads the whole cache: few are enough, and more than few are minutes.
+    steps, warm_up = (4, 1) if name in ("restore", "offloaded") else (steps, steps // 4)
+    chooses = [recorded_choices(cache, case)] if name in OF_A_TEXT else []
+    decode(model, cache, case, device, warm_up, None, *chooses)
     before = cache.stats() if name in OURS else None
-    seconds = decode(model, cache, case, device, steps - warm_up, case.context + warm_up)
+    seconds = decode(model, cache, case, device, steps - warm_up, case.context + warm_up, *chooses)
     row: dict[str, Any] = {
         "shape": case.shape_name,
         "layers": case.shape.layers,
@@ -279,7 +315,7 @@ def _account(before: Any, stats: Any, steps: int) -> dict[str, Any]:
 
 def fits(name: str, case: Case, device: torch.device) -> bool:
     """Whether a cache that is whole in memory, twice while it grows, leaves room for the model."""
-    if device.type == "cpu" or name in OURS:
+    if device.type == "cpu" or name in OURS or name == "offloaded":
         return True
     free, _ = torch.cuda.mem_get_info(device)
     return (1.3 if name == "inplace" else 2.5) * case.kv_bytes < free

@@ -13,14 +13,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tests" / "gpu" / "results"
 PAGE = ROOT / "docs" / "gpu.md"
-OURS = {"kvswap": "100 groups", "kvswap-k400": "400 groups", "kvswap-fp8": "100 groups, e4m3"}
+OURS = {
+    "kvswap": "100 groups",
+    "kvswap-k400": "400 groups",
+    "kvswap-fp8": "100 groups, e4m3",
+    "kvswap-int4": "100 groups, int4",
+    "kvswap-text": "100 groups, a text's",
+    "kvswap-text-k400": "400 groups, a text's",
+}
 CEILINGS = {
     "device_copy_gb_per_s": "copy on the device, read and written, GB/s",
     "host_to_device_gb_per_s": "copy to the device, GB/s",
     "device_to_host_gb_per_s": "copy from the device, GB/s",
     "torch_launch_us": "one launch through torch, µs of the host",
 }
-PEERS = ("inplace", "dynamic")
+PEERS = ("inplace", "dynamic", "offloaded")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -59,6 +66,7 @@ def decode(result: dict[str, Any]) -> str:
     for place, part in result["decode"].items():
         for row in part.get("rows", []):
             found[place, row["cache"], row["context"], row["batch"]] = row
+    measured = [peer for peer in PEERS if any(peer == name for _, name, _, _ in found)]
     rows = []
     for (place, name, context, batch), row in sorted(found.items(), key=lambda item: item[0][2:]):
         if name not in OURS:
@@ -66,7 +74,7 @@ def decode(result: dict[str, Any]) -> str:
         peers = [
             next((found[p, peer, context, batch] for p in result["decode"]
                   if (p, peer, context, batch) in found), None)
-            for peer in PEERS
+            for peer in measured
         ]  # fmt: skip
         clock = row["stats"]["ms_per_step"]
         rows.append([
@@ -75,7 +83,7 @@ def decode(result: dict[str, Any]) -> str:
             f"{row['stats']['read_bytes_per_step'] / 2**20:.1f}", f"{clock['wait']:.1f}",
             f"{row['stats']['device_bytes'] / 2**20:.0f} of {row['kv_bytes_full'] / 2**20:.0f}",
         ])  # fmt: skip
-    head = ["tokens", "batch", "ours", "disk", "ours, ms", *(f"{peer}, ms" for peer in PEERS),
+    head = ["tokens", "batch", "ours", "disk", "ours, ms", *(f"{peer}, ms" for peer in measured),
             "read, MiB a step", "waited for it, ms", "device memory, MiB"]  # fmt: skip
     return table(head, rows)
 
