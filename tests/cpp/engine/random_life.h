@@ -2,6 +2,7 @@
 
 #include <ostream>
 #include <string>
+#include <vector>
 
 #include "small_options.h"
 
@@ -69,25 +70,18 @@ inline const Shape kSharedPages[] = {
     Shape{"each_head", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32, "each", "model", 4, 2},
     Shape{"as_many_as_layers", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kFloat32, "all", "model", 3, 4}};
 
-inline const Shape kFloat8[] = {
-    Shape{"usual", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kFloat32, "all", "fp8"},
-    // Groups of 16 are wide enough on disk with rows whose products bfloat16 holds exactly.
-    Shape{"bfloat16", 16, 8, 4, 4, 8, 4, 3, "lru", DType::kBFloat16, "all", "fp8"},
-    Shape{"no_sinks_no_tail", 2, 0, 0, 3, 5, 2, 3, "fifo", DType::kFloat32, "all", "fp8"},
-    Shape{"odd_groups", 7, 12, 9, 2, 4, 4, 4, "lru", DType::kFloat32, "all", "fp8"},
-    Shape{"long_sinks", 4, 16, 70, 2, 4, 4, 2, "fifo", DType::kFloat32, "all", "fp8"},
-    Shape{"everything_fits", 4, 8, 4, 400, 400, 4, 2, "fifo", DType::kFloat32, "all", "fp8"},
-    Shape{"each_head", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32, "each", "fp8"},
-    Shape{"shared_pages", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kFloat32, "all", "fp8", 5, 2}};
-
-inline const Shape kInt4[] = {
-    Shape{"usual", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kFloat32, "all", "int4"},
-    Shape{"bfloat16", 16, 8, 4, 4, 8, 4, 3, "lru", DType::kBFloat16, "all", "int4"},
-    Shape{"no_sinks_no_tail", 2, 0, 0, 3, 5, 2, 3, "fifo", DType::kFloat32, "all", "int4"},
-    Shape{"odd_groups", 7, 12, 9, 2, 4, 4, 4, "lru", DType::kFloat32, "all", "int4"},
-    Shape{"long_sinks", 4, 16, 70, 2, 4, 4, 2, "fifo", DType::kFloat32, "all", "int4"},
-    Shape{"everything_fits", 4, 8, 4, 400, 400, 4, 2, "fifo", DType::kFloat32, "all", "int4"},
-    Shape{"each_head", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32, "each", "int4"},
-    Shape{"shared_pages", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kFloat32, "all", "int4", 5, 2}};
+/// Of records that are rounded.
+inline std::vector<Shape> rounded_shapes(const char* records) {
+  return {
+      Shape{"usual", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kFloat32, "all", records},
+      // Groups of 16 are wide enough on disk with rows whose products bfloat16 holds exactly.
+      Shape{"bfloat16", 16, 8, 4, 4, 8, 4, 3, "lru", DType::kBFloat16, "all", records},
+      Shape{"no_sinks_no_tail", 2, 0, 0, 3, 5, 2, 3, "fifo", DType::kFloat32, "all", records},
+      Shape{"odd_groups", 7, 12, 9, 2, 4, 4, 4, "lru", DType::kFloat32, "all", records},
+      Shape{"long_sinks", 4, 16, 70, 2, 4, 4, 2, "fifo", DType::kFloat32, "all", records},
+      Shape{"everything_fits", 4, 8, 4, 400, 400, 4, 2, "fifo", DType::kFloat32, "all", records},
+      Shape{"each_head", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32, "each", records},
+      Shape{"shared_pages", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kFloat32, "all", records, 5, 2}};
+}
 
 }  // namespace kvswap

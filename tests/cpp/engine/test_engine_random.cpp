@@ -41,40 +41,33 @@ TEST_P(LongLife, CrossesTheChunksOfSummariesAndOfWrites) {
 
 std::string place_name(Place place) { return place == Place::kHost ? "host" : "device"; }
 
+std::string life_name(const testing::TestParamInfo<RandomLife::ParamType>& info) {
+  const auto& [shape, place] = info.param;
+  return std::string(shape.name) + "_" + place_name(place);
+}
+
 INSTANTIATE_TEST_SUITE_P(Places, LongLife, testing::Values(Place::kHost, Place::kDevice),
                          [](const auto& info) { return place_name(info.param); });
 
 INSTANTIATE_TEST_SUITE_P(Shapes, RandomLife,
                          testing::Combine(testing::ValuesIn(kShapes),
                                           testing::Values(Place::kHost, Place::kDevice)),
-                         [](const auto& info) {
-                           return std::string(std::get<0>(info.param).name) + "_" +
-                                  place_name(std::get<1>(info.param));
-                         });
+                         life_name);
 
 INSTANTIATE_TEST_SUITE_P(SharedPages, RandomLife,
                          testing::Combine(testing::ValuesIn(kSharedPages),
                                           testing::Values(Place::kHost, Place::kDevice)),
-                         [](const auto& info) {
-                           return std::string(std::get<0>(info.param).name) + "_" +
-                                  place_name(std::get<1>(info.param));
-                         });
+                         life_name);
 
 INSTANTIATE_TEST_SUITE_P(Int4, RandomLife,
-                         testing::Combine(testing::ValuesIn(kInt4),
+                         testing::Combine(testing::ValuesIn(rounded_shapes("int4")),
                                           testing::Values(Place::kHost, Place::kDevice)),
-                         [](const auto& info) {
-                           return std::string(std::get<0>(info.param).name) + "_" +
-                                  place_name(std::get<1>(info.param));
-                         });
+                         life_name);
 
 INSTANTIATE_TEST_SUITE_P(Float8, RandomLife,
-                         testing::Combine(testing::ValuesIn(kFloat8),
+                         testing::Combine(testing::ValuesIn(rounded_shapes("fp8")),
                                           testing::Values(Place::kHost, Place::kDevice)),
-                         [](const auto& info) {
-                           return std::string(std::get<0>(info.param).name) + "_" +
-                                  place_name(std::get<1>(info.param));
-                         });
+                         life_name);
 
 }  // namespace
 }  // namespace kvswap

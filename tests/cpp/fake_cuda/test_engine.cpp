@@ -46,8 +46,8 @@ TEST_P(CudaLife, LosesNothingAndAttendsOverTheBest) {
 std::string name_of(const testing::TestParamInfo<Shape>& info) { return info.param.name; }
 INSTANTIATE_TEST_SUITE_P(Shapes, CudaLife, testing::ValuesIn(kShapes), name_of);
 INSTANTIATE_TEST_SUITE_P(SharedPages, CudaLife, testing::ValuesIn(kSharedPages), name_of);
-INSTANTIATE_TEST_SUITE_P(Float8, CudaLife, testing::ValuesIn(kFloat8), name_of);
-INSTANTIATE_TEST_SUITE_P(Int4, CudaLife, testing::ValuesIn(kInt4), name_of);
+INSTANTIATE_TEST_SUITE_P(Float8, CudaLife, testing::ValuesIn(rounded_shapes("fp8")), name_of);
+INSTANTIATE_TEST_SUITE_P(Int4, CudaLife, testing::ValuesIn(rounded_shapes("int4")), name_of);
 
 class CudaEngine : public testing::Test {
  protected:
