@@ -83,7 +83,7 @@ Plan::Plan(const EngineOptions& given, int64_t bytes_on_disk)
       stored_bytes(bytes_on_disk),
       record_bytes(record_bytes_of(options, stored_bytes)),
       note_bytes(options.note_bytes()),
-      token_page_bytes(has_float8_records ? round_up(group_bytes, 64) : record_bytes),
+      token_page_bytes(round_up(group_bytes, 64)),
       sink_pages(sink_pages_of(options)),
       tail_pages(kvswap::tail_pages(options)),
       page_layers(std::min(options.resident_layers.value_or(options.layers), options.layers)),

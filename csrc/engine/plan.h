@@ -44,7 +44,7 @@ struct Plan {
   const int64_t stored_bytes;      // on disk
   const int64_t record_bytes;      // of such a page; where records are packed, more than on disk
   const int64_t note_bytes;        // exponents that are kept in memory with a record of e4m3
-  const int64_t token_page_bytes;  // of a page of the tail or of a sink
+  const int64_t token_page_bytes;  // of a page of the tail, of a sink or of retained tokens
 
   // Pages.
   const int64_t sink_pages;   // they may straddle a group's edge

@@ -179,7 +179,10 @@ Status SequenceEditor::summarise(int64_t layer) {
   auto shared = share_aligned_bytes(block * record_bytes, context_.options.memory_at_end());
   if (!shared.is_ok()) return shared.status();
   const std::shared_ptr<std::byte>& buffer = shared.value();
-  auto pool = context_.space->make_pool(block, context_.plan.token_page_bytes);
+  // Records go there as they were read, those of e4m3 decoded.
+  const int64_t page_bytes =
+      context_.plan.has_float8_records ? context_.plan.token_page_bytes : record_bytes;
+  auto pool = context_.space->make_pool(block, page_bytes);
   if (!pool.is_ok()) return pool.status();
   const auto page = [&](int64_t i) { return pool.value().page(static_cast<int32_t>(i)); };
   std::vector<std::byte> room(context_.plan.group_bytes);

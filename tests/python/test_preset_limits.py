@@ -13,6 +13,7 @@ import kvswap_torch
 from kvswap_torch import _C, KVSwapCache, SwapConfig
 from kvswap_torch.cli.app import app
 from kvswap_torch.hf.families import model_parts
+from kvswap_torch.hf.session import alignment_bytes
 from kvswap_torch.preset.definition import Preset
 from kvswap_torch.sizing import native_options
 from tests.oracles import models
@@ -86,7 +87,7 @@ def test_what_is_resident_is_what_the_config_says(name):
         model(prompt(1, 1)["input_ids"], past_key_values=cache)
         ledger = cache.stats().ledger
     options = native_options(config, model_parts(model).shape, dtype=torch.float32, ranks=[])
-    need = _C.memory_need(options, 1, tokens + 1, 4096)
+    need = _C.memory_need(options, 1, tokens + 1, alignment_bytes(None))
     for use, held in ledger.items():
         assert held <= need[use], (use, ledger, need)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvswap_torch import BudgetError, ConfigError, SwapConfig
 from kvswap_torch.hf.settings import Budget, FirstPass, default_config, settle
+from kvswap_torch.preset.definition import Shape
 from kvswap_torch.sizing import (
     ModelShape,
     Request,
@@ -162,7 +163,7 @@ def test_a_real_shape_shares_pages_where_there_is_room_for_few():
         return spend_budget(request, shape, default_config(shape, 4250), need, on_device)
 
     here, there = chosen(on_device=False), chosen(on_device=True)
-    assert (here.groups_max, here.rank, here.resident_layers) == (100, 20, 2)
+    assert (here.groups_max, here.rank, here.resident_layers) == (100, 24, 2)
     assert there.groups_max < 30 and there.resident_layers is None
 
 
@@ -389,6 +390,17 @@ def test_a_budget_leaves_retained_tokens_that_are_no_share():
         chosen = with_groups(config, SHAPE, 10)
         assert chosen.selection.top_k_groups == 10
         assert chosen.retention.tokens == 64
+
+
+@pytest.mark.parametrize("name", ["snapkv", "tova", "arkv-origin", "arkv-quant"])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_retained_tokens_take_their_own_bytes(name, element_bytes):
+    """At most a tenth more, whatever the disk reads at once and whichever heads retain."""
+    sizes = {"layers": 30, "kv_heads": 3, "head_dim": 64, "element_bytes": element_bytes}
+    shape, config = ModelShape(heads=9, **sizes), SwapConfig.preset(name, shape=Shape(**sizes))
+    kept = native_need(config, shape, 4352, 1)["kept"]
+    own = shape.kv_bytes(config.retention.tokens)
+    assert own <= kept <= 1.1 * own
 
 
 def test_an_unknown_context_leaves_room_to_grow():
