@@ -99,7 +99,15 @@ class Request:
             )
 
 
-def fit_budget(request: Request, shape: ModelShape, config: SwapConfig, need: Need) -> SwapConfig:
+def fit_budget(
+    request: Request,
+    shape: ModelShape,
+    config: SwapConfig,
+    need: Need,
+    *,
+    may_share: bool = False,
+    keeps_columns: bool = False,
+) -> SwapConfig:
     """The settings to use under a budget: `config` with rank, groups and pages that fit.
 
     From the smallest usable settings upwards: first rank and groups together up to the config's
@@ -111,6 +119,11 @@ def fit_budget(request: Request, shape: ModelShape, config: SwapConfig, need: Ne
     ----------
     need
         What settings need for the request's batch and context.
+    may_share
+        Where more than a quarter of the groups would be missing, two layers may have pages at a
+        time (`memory.resident_layers`) if that keeps a quarter more: every step reads them all.
+    keeps_columns
+        Groups and pages alone are lowered: columns belong to what a method is.
 
     Raises
     ------
@@ -118,7 +131,7 @@ def fit_budget(request: Request, shape: ModelShape, config: SwapConfig, need: Ne
         When even the smallest settings do not fit; names the minimum and what to lower.
     """
 
-    return _searched("fit_budget", request, shape, config, need)
+    return _searched("fit_budget", request, shape, config, need, may_share, keeps_columns)
 
 
 def spend_budget(
@@ -182,19 +195,6 @@ def _searched(
 
     options, asked = native_options(config, shape), _C.Request(*_plain(request))
     return sized(*getattr(_C, name)(options, asked, uses, *how))
-
-
-def with_groups(config: SwapConfig, shape: ModelShape, groups: int) -> SwapConfig:
-    """The config with fewer groups, the fewest pages for them, and its share of retained tokens."""
-    from kvswap_torch import _C
-
-    pages = max(groups, config.selection.max_step_tokens)
-    sizes = {"selection.top_k_groups": groups, "memory.pages_per_layer": pages}
-    options = native_options(config, shape)
-    tokens = _C.retained_tokens_with(options, groups)
-    if tokens != options.keep_tokens:
-        sizes["retention.tokens"] = tokens
-    return config.with_settings(sizes)
 
 
 def too_small(request: Request, need: Mapping[str, int], smallest: SwapConfig) -> str:

@@ -39,12 +39,13 @@ int64_t largest(int64_t most, const Holds& holds) {
 }
 
 /// `step` / 64 of the way from the smallest usable settings to the given ones; no spare pages.
-Settings between(const Settings& settings, const ModelShape& shape, int64_t step) {
+Settings between(const Settings& settings, const ModelShape& shape, bool keeps_columns,
+                 int64_t step) {
   const auto part = [&](int64_t low, int64_t high) {
     return high <= low ? high : low + (high - low) * step / kSteps;
   };
   Settings chosen = settings;
-  if (SummaryKind::find(settings.rows)->takes_projections) {
+  if (!keeps_columns && SummaryKind::find(settings.rows)->takes_projections) {
     const int64_t width = row_width(settings, shape.kv_heads, shape.head_dim);
     const int64_t rank_min = std::min(kRankMin, width);
     std::vector<int64_t> ranks = ranks_of(settings, shape.layers);
@@ -66,15 +67,23 @@ Settings between(const Settings& settings, const ModelShape& shape, int64_t step
   return chosen;
 }
 
-/// The settings, or with as many pages as the tail has where that needs less memory: a crop puts
-/// what it reads back into pages of the reuse buffer; with fewer than the tail has, every layer
-/// keeps memory for it.
-template <typename NeedOf>
-Settings in_least_memory(const Settings& settings, int64_t pages_max, const NeedOf& need_of) {
+/// Pages of each layer, or of each that has pages at a time, for what a crop of all layers reads
+/// back.
+int64_t crop_pages(const Settings& settings, int64_t layers) {
   const int64_t tail = tail_pages(settings);
-  if (settings.pages_max >= tail || tail > pages_max) return settings;
+  if (!settings.resident_layers) return tail;
+  return (layers * tail + *settings.resident_layers - 1) / *settings.resident_layers;
+}
+
+/// The settings, or with as many pages as a crop takes where that needs less memory: with fewer
+/// every layer keeps memory for it.
+template <typename NeedOf>
+Settings in_least_memory(const Settings& settings, const ModelShape& shape, int64_t pages_max,
+                         const NeedOf& need_of) {
+  const int64_t crop = crop_pages(settings, shape.layers);
+  if (settings.pages_max >= crop || crop > pages_max) return settings;
   Settings roomier = settings;
-  roomier.pages_max = tail;
+  roomier.pages_max = crop;
   return need_of(roomier).at("total") < need_of(settings).at("total") ? roomier : settings;
 }
 
@@ -178,26 +187,61 @@ std::string too_small(const Request& request, const Uses& need, const Settings& 
          "raise kv_memory_bytes";
 }
 
+namespace {
+
+/// Settings that are lowered to a budget, and how far up they are; -1: the smallest do not fit.
+struct Lowered {
+  Settings settings;
+  int64_t step = -1;
+};
+
+/// Lowered so far that two layers with pages at a time are worth their reads: by a quarter of the
+/// groups and more, where sharing keeps a quarter more of them.
+bool is_worth_sharing(const Lowered& apart, const Lowered& sharing, int64_t groups_max) {
+  if (apart.step < 0) return sharing.step >= 0;
+  return 4 * apart.settings.groups_max < 3 * groups_max &&
+         4 * sharing.settings.groups_max >= 5 * apart.settings.groups_max;
+}
+
+}  // namespace
+
 Settings fit_budget(const Request& request, const ModelShape& shape, const Settings& settings,
-                    const Need& need) {
+                    const Need& need, const Lowering& how) {
   const auto need_of = [&](const Settings& candidate) {
     return need(candidate, request.batch, request.context);
   };
   const auto fits = [&](const Settings& candidate) {
     return need_of(candidate).at("total") <= request.kv_memory_bytes;
   };
-  const auto at = [&](int64_t step) {
-    return in_least_memory(between(settings, shape, step), settings.pages_max, need_of);
+  const auto lowered = [&](const Settings& given) {
+    const auto at = [&](int64_t step) {
+      return in_least_memory(between(given, shape, how.keeps_columns, step), shape, given.pages_max,
+                             need_of);
+    };
+    if (!fits(at(0))) return Lowered{.settings = at(0)};
+    const int64_t step = largest(kSteps, [&](int64_t n) { return fits(at(n)); });
+    return Lowered{.settings = at(step), .step = step};
   };
-  if (!fits(at(0))) {
-    throw SessionError(SessionError::Kind::kBudget, too_small(request, need_of(at(0)), at(0)));
+  Lowered best = lowered(settings);
+  const bool may_share =
+      how.may_share && !settings.resident_layers && shape.layers > kLayersSharing;
+  if (may_share && best.step < kSteps) {
+    Settings shared = settings;
+    shared.resident_layers = kLayersSharing;
+    const Lowered sharing = lowered(shared);
+    const bool is_less =
+        best.step < 0 && need_of(sharing.settings).at("total") < need_of(best.settings).at("total");
+    if (is_less || is_worth_sharing(best, sharing, settings.groups_max)) best = sharing;
   }
-  const int64_t step = largest(kSteps, [&](int64_t n) { return fits(at(n)); });
-  return with_spare_pages(at(step), settings.pages_max, fits);
+  if (best.step < 0) {
+    throw SessionError(SessionError::Kind::kBudget,
+                       too_small(request, need_of(best.settings), best.settings));
+  }
+  return with_spare_pages(best.settings, settings.pages_max, fits);
 }
 
-Settings fit_pages(const Request& request, const Settings& settings, const Need& need,
-                   int64_t ready_for) {
+Settings fit_pages(const Request& request, const ModelShape& shape, const Settings& settings,
+                   const Need& need, int64_t ready_for) {
   int64_t context = request.context;
   const auto need_of = [&](const Settings& candidate) {
     return need(candidate, request.batch, context);
@@ -207,7 +251,7 @@ Settings fit_pages(const Request& request, const Settings& settings, const Need&
   };
   Settings fewest = settings;
   fewest.pages_max = std::max(settings.groups_max, settings.select_queries_max);
-  fewest = in_least_memory(fewest, settings.pages_max, need_of);
+  fewest = in_least_memory(fewest, shape, settings.pages_max, need_of);
   if (!fits(fewest)) {
     throw SessionError(SessionError::Kind::kBudget, too_small(request, need_of(fewest), fewest));
   }
@@ -292,12 +336,11 @@ class Divider {
     chosen.pages_max = std::max(groups, settings_.select_queries_max);
     chosen.resident_layers = resident_layers;
     if (!resident_layers) {
-      return in_least_memory(chosen, settings_.pages_max,
+      return in_least_memory(chosen, shape_, settings_.pages_max,
                              [&](const Settings& candidate) { return need_of(candidate); });
     }
     // As many as a crop of all layers wants; it has memory of its own otherwise.
-    const int64_t crop = shape_.layers * tail_pages(chosen);
-    chosen.pages_max = std::max(chosen.pages_max, (crop + *resident_layers - 1) / *resident_layers);
+    chosen.pages_max = std::max(chosen.pages_max, crop_pages(chosen, shape_.layers));
     return chosen;
   }
 
@@ -379,7 +422,11 @@ Settings settle(const SwapConfig* config, const ModelShape& shape, const Budget&
                       " and " + std::to_string(batch));
   }
   const Request request = {*budget.kv_memory_bytes, context, batch};
-  if (config) return fit_budget(request, shape, base, need);
+  // What a tuner has measured is not made slower.
+  if (config) {
+    const Lowering how = {.may_share = !on_device && config->table.empty()};
+    return fit_budget(request, shape, base, need, how);
+  }
   return spend_budget(request, shape, base, need, on_device);
 }
 

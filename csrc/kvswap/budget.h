@@ -48,17 +48,26 @@ struct Request {
   int64_t batch = 0;
 };
 
+/// What a budget may change.
+struct Lowering {
+  /// Where more than a quarter of the groups would be missing, two layers may have pages at a time
+  /// (Settings::resident_layers) if that keeps a quarter more: every step reads them all.
+  bool may_share = false;
+  /// Groups and pages alone are lowered: columns belong to what a method is.
+  bool keeps_columns = false;
+};
+
 /// The settings with rank, groups and pages that fit: from the smallest usable ones upwards, first
 /// rank and groups together up to the given ones, then pages up to the given `pages_max`. A rank
 /// for each layer keeps its proportions. Throws SessionError (kBudget) when even the smallest do
 /// not fit; it names the minimum and what to lower.
 Settings fit_budget(const Request& request, const ModelShape& shape, const Settings& settings,
-                    const Need& need);
+                    const Need& need, const Lowering& how = {});
 
 /// The settings with as many pages for reuse, up to their own, as fit a budget; fewer change no
 /// answer. Where the fewest leave room for `ready_for` tokens, that stays. Throws as fit_budget().
-Settings fit_pages(const Request& request, const Settings& settings, const Need& need,
-                   int64_t ready_for);
+Settings fit_pages(const Request& request, const ModelShape& shape, const Settings& settings,
+                   const Need& need, int64_t ready_for);
 
 /// The settings that make the most of a budget, where nobody has calibrated or asked for any.
 ///

@@ -53,10 +53,13 @@ void bind_budget(py::module_& module) {
            py::arg("kv_memory_bytes"), py::arg("context"), py::arg("batch"));
   module.def(
       "fit_budget",
-      [](const CacheOptions& options, const Request& request, const py::function& need) {
-        return sizes_of(fit_budget(request, options.shape, options.settings, need_of(need)));
+      [](const CacheOptions& options, const Request& request, const py::function& need,
+         bool may_share, bool keeps_columns) {
+        const Lowering how = {.may_share = may_share, .keeps_columns = keeps_columns};
+        return sizes_of(fit_budget(request, options.shape, options.settings, need_of(need), how));
       },
-      py::arg("options"), py::arg("request"), py::arg("need"));
+      py::arg("options"), py::arg("request"), py::arg("need"), py::arg("may_share") = false,
+      py::arg("keeps_columns") = false);
   module.def(
       "spend_budget",
       [](const CacheOptions& options, const Request& request, const py::function& need,
@@ -77,16 +80,9 @@ void bind_budget(py::module_& module) {
         return effective_ranks(options.settings, options.shape, options.is_calibrated);
       },
       py::arg("options"));
-  module.def(
-      "retained_tokens_with",
-      [](const CacheOptions& options, int64_t groups) {
-        return retained_tokens_with(options.settings, groups);
-      },
-      py::arg("options"), py::arg("groups"));
   module.def("missed_by_columns", &missed_by_dtype);
   module.def("missed_by_tokens", &missed_by_tokens, py::arg("tokens"), py::arg("context"));
   module.def("length_factor", &length_factor, py::arg("context"));
-  module.attr("GROUPS_MIN") = kGroupsMin;
 }
 
 }  // namespace kvswap

@@ -11,7 +11,7 @@ from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.keep import drops
 from kvswap_torch.preset import find
-from kvswap_torch.sizing import ModelShape, Request, fit_budget, too_small, with_groups
+from kvswap_torch.sizing import ModelShape, Request, fit_budget, too_small
 from kvswap_torch.tuning.settings import Demand, Need, engine_need
 
 
@@ -34,48 +34,29 @@ class Bytes:
     def _under(self, budget_bytes: int) -> Need:
         return engine_need(self._model, Demand(self.context, 1, budget_bytes))
 
-    def fitted(self, config: SwapConfig, budget_bytes: int) -> SwapConfig:
+    def fitted(
+        self, config: SwapConfig, budget_bytes: int, *, keeps_columns: bool = False
+    ) -> SwapConfig:
         """The settings that the cache itself would take under ``kv_memory_bytes``.
+
+        Parameters
+        ----------
+        keeps_columns
+            But with all columns: they belong to what a method is.
 
         Raises
         ------
         BudgetError
             When even the smallest do not fit.
         """
-        request = Request(budget_bytes, self.context, 1)
-        return fit_budget(request, self.shape, config, self._under(budget_bytes))
+        request, need = Request(budget_bytes, self.context, 1), self._under(budget_bytes)
+        return fit_budget(
+            request, self.shape, config, need, may_share=True, keeps_columns=keeps_columns
+        )
 
     @property
     def identity(self) -> ModelIdentity:
         return model_parts(self._model).identity
-
-    def with_fewer_groups(self, config: SwapConfig, budget_bytes: int) -> SwapConfig:
-        """The settings with all their columns, and as many groups as then fit, with their share of
-        retained tokens.
-
-        Raises
-        ------
-        BudgetError
-            When not even the fewest do.
-        """
-        from kvswap_torch import _C
-
-        need = self._under(budget_bytes)
-
-        def at(groups: int) -> SwapConfig:
-            return with_groups(config, self.shape, groups)
-
-        most = config.selection.top_k_groups
-        least = min(_C.GROUPS_MIN, most)
-        fitting = [
-            groups
-            for groups in range(least, most + 1, max(1, most // 32))
-            if need(at(groups))["total"] <= budget_bytes
-        ]
-        if not fitting:
-            request = Request(budget_bytes, self.context, 1)
-            raise BudgetError(too_small(request, need(at(least)), at(least)))
-        return at(fitting[-1])
 
     def with_fewer_tokens(self, config: SwapConfig, budget_bytes: int) -> SwapConfig:
         """Of a method that drops tokens: as many of those that stay as fit, in 64 steps.
@@ -114,7 +95,7 @@ class Bytes:
             return config
         if drops(config):
             return self.with_fewer_tokens(config, budget_bytes)
-        return (self.fitted if preset.divides else self.with_fewer_groups)(config, budget_bytes)
+        return self.fitted(config, budget_bytes, keeps_columns=not preset.divides)
 
     def share(self, text: str) -> int:
         """``1/13`` or ``0.1`` of the full cache, in bytes."""

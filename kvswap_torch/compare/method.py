@@ -136,8 +136,9 @@ class Method:
         most = budget.in_bytes(full_bytes)
         if self.preset is None:
             own = self._own(size)
-            return size.with_fewer_tokens(own, most) if drops(own) else (
-                size.with_fewer_groups(own, most))  # fmt: skip
+            if drops(own):
+                return size.with_fewer_tokens(own, most)
+            return size.fitted(own, most, keeps_columns=True)
         if find(self.preset).divides and not self.settings:
             return None
         return size.of_preset(self.preset, self.settings, most)

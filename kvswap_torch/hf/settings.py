@@ -87,13 +87,16 @@ def settle(
     Parameters
     ----------
     on_device
-        Pages are a device's, which has no kernels for int4 rows: they are not chosen unasked.
+        Pages are a device's, which has no kernels for int4 rows: they are not chosen unasked, nor
+        are pages shared.
     """
     batch, context = ready_for(budget, first)
     if config is None:
         base = default_config(shape, context)
     else:
         base = at_length(config, context) if budget.divides else config
+    # What a tuner has measured is not made slower.
+    may_share = not base.solutions and not on_device
     if base.solutions and (budget.is_known or first is not None):
         base = base.for_batch_and_context(batch, context)
     base = dataclasses.replace(base, solutions=())
@@ -105,7 +108,7 @@ def settle(
         return need(settings, batch, context)
 
     if config is not None and not budget.divides:
-        return fit_budget(request, shape, base, uses)
+        return fit_budget(request, shape, base, uses, may_share=may_share)
     return spend_budget(request, shape, base, uses, on_device)
 
 

@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvswap_torch import BudgetError, ConfigError, SwapConfig
+from kvswap_torch.config.solution import Solution
 from kvswap_torch.hf.settings import Budget, FirstPass, default_config, settle
 from kvswap_torch.preset.definition import Shape
 from kvswap_torch.sizing import (
@@ -22,7 +23,6 @@ from kvswap_torch.sizing import (
     fit_budget,
     native_options,
     spend_budget,
-    with_groups,
 )
 from tests.python.tiny_models import has_native
 
@@ -104,7 +104,8 @@ def test_never_over_the_budget(plain, data):
     shape, config = data.draw(shapes), data.draw(configs)
     context, batch = data.draw(st.integers(1, 200_000)), data.draw(st.integers(1, 8))
     budget = data.draw(st.integers(1 << 16, 1 << 32))
-    fit = data.draw(st.sampled_from([fit_budget, spend_budget]))
+    sharing = functools.partial(fit_budget, may_share=True)
+    fit = data.draw(st.sampled_from([fit_budget, sharing, spend_budget]))
 
     def fitted(request: Request) -> SwapConfig:
         def need(settings):
@@ -124,7 +125,7 @@ def test_never_over_the_budget(plain, data):
             fitted(Request(least - 1, context, batch))
         return
     assert chosen.group_tokens == config.group_tokens
-    if fit is fit_budget:
+    if fit is not spend_budget:
         assert chosen.groups_max <= max(config.groups_max, 8)
         assert max(chosen.ranks(shape.layers)) <= min(config.rank, shape.width)
         assert chosen.pages_max <= max(config.pages_max, config.select_queries_max)
@@ -211,6 +212,48 @@ def test_what_memory_is_spent_on():
     assert exact.groups_max == exact.pages_max == 1024 and exact.rank == 32
     # As soon as the whole context fits it is kept, though with fewer columns.
     assert spent(14 << 20).groups_max == 1024
+
+
+def fitted(config: SwapConfig, share: int, **how: bool) -> SwapConfig:
+    """Under that share of the KV of 4,096 tokens, as the engine counts."""
+    shape = ModelShape(layers=30, heads=9, kv_heads=3, head_dim=64, element_bytes=2)
+    request = Request(shape.kv_bytes(4096) // share, 4250, 1)
+
+    def need(settings):
+        return native_need(settings, shape, 4250, 1, request.kv_memory_bytes)
+
+    return fit_budget(request, shape, config, need, **how)
+
+
+def test_a_method_keeps_its_groups_by_two_layers_pages_where_many_would_be_missing():
+    dynakv = SwapConfig.preset("dynakv", shape=Shape(layers=30, kv_heads=3, head_dim=64))
+    assert dynakv.selection.top_k_groups == 128
+    sizes = [
+        (each.selection.top_k_groups, each.memory.resident_layers)
+        for each in (fitted(dynakv, share, may_share=True) for share in (2, 3, 4))
+    ]
+    # At a half a few are missing: those that are there need not be read again.
+    assert sizes == [(107, None), (128, 2), (128, 2)]
+    apart = fitted(dynakv, 4)
+    assert apart.selection.top_k_groups == 21 and apart.memory.resident_layers is None
+
+
+def test_what_was_said_or_measured_does_not_share():
+    """Layers with pages that a config names, a tuner's solutions, a device."""
+
+    def need(config, batch, context):
+        return plain_need(config, SHAPE, context, batch)
+
+    config = SwapConfig(rank=8, groups_max=400, pages_max=400, group_tokens=4)
+    budget = Budget(1 << 20, 4096, 1)
+    shared = settle(config, SHAPE, budget, need)
+    assert shared.resident_layers == 2 and shared.groups_max > 100
+    named = config.with_settings({"memory.resident_layers": 3})
+    assert settle(named, SHAPE, budget, need).resident_layers == 3
+    assert settle(config, SHAPE, budget, need, on_device=True).resident_layers is None
+    settings = {"selection.top_k_groups": 400, "memory.pages_per_layer": 400}
+    tuned = dataclasses.replace(config, solutions=(Solution(1, 4096, settings),))
+    assert settle(tuned, SHAPE, budget, need).resident_layers is None
 
 
 @pytest.mark.parametrize("rank", [30, (30, 16, 8, 2)])
@@ -387,8 +430,13 @@ def test_a_budget_leaves_retained_tokens_that_are_no_share():
         {"retention": {"policy": "key_outliers", "tokens": 64}, "summary": {"kind": "mean"}},
     ):
         config = SwapConfig(**settings)
-        chosen = with_groups(config, SHAPE, 10)
-        assert chosen.selection.top_k_groups == 10
+
+        def need(candidate: SwapConfig) -> dict[str, int]:
+            return plain_retaining_need(candidate, SHAPE)
+
+        request = Request(need(config)["total"] // 2, 4000, 1)
+        chosen = fit_budget(request, SHAPE, config, need)
+        assert chosen.selection.top_k_groups < config.selection.top_k_groups
         assert chosen.retention.tokens == 64
 
 
@@ -401,6 +449,28 @@ def test_retained_tokens_take_their_own_bytes(name, element_bytes):
     kept = native_need(config, shape, 4352, 1)["kept"]
     own = shape.kv_bytes(config.retention.tokens)
     assert own <= kept <= 1.1 * own
+
+
+@given(share=st.integers(2, 40))
+def test_columns_may_stay(share):
+    """Then groups alone are lowered, as many as fit."""
+    config = SwapConfig(rank=24, groups_max=100, pages_max=100, summary_dtype="int8")
+
+    def need(candidate: SwapConfig) -> dict[str, int]:
+        return plain_need(candidate, WIDE, 4096, 1)
+
+    request = Request(WIDE.kv_bytes(4096) // share, 4096, 1)
+    try:
+        chosen = fit_budget(request, WIDE, config, need, keeps_columns=True)
+    except BudgetError:
+        smallest = config.with_settings({"selection.top_k_groups": 8, "memory.pages_per_layer": 8})
+        assert need(smallest)["total"] > request.kv_memory_bytes
+        return
+    assert chosen.rank == 24 and need(chosen)["total"] <= request.kv_memory_bytes
+    if chosen.groups_max < 98:
+        more = {"selection.top_k_groups": chosen.groups_max + 2}
+        pages = {"memory.pages_per_layer": chosen.groups_max + 2}
+        assert need(config.with_settings(more | pages))["total"] > request.kv_memory_bytes
 
 
 def test_an_unknown_context_leaves_room_to_grow():
