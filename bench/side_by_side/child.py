@@ -224,9 +224,8 @@ def open_session_contender(runner: Runner) -> Any:
     model, cell, key = runner.model, runner.cell, runner.order.key
     folder = Path(runner.order.folder)
     if key in OWN_SETTINGS:
-        changes = {"prefetch.mode": "off"} if key == "no_prefetch" else {}
-        if cell.device:
-            changes["storage.simulated_device"] = cell.device
+        device = {"storage.simulated_device": cell.device} if cell.device else {}
+        changes = OWN_SETTINGS[key] | device
         config = own_settings(model, cell, folder).with_settings(changes) if changes else None
         runner.fitted = Fitted(config, cell.budget_bytes)
     else:

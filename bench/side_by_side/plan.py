@@ -42,6 +42,7 @@ CHOICES = {
     "reference_model": "the reference model's choices",
 }
 DEFAULT = tuple(LABELS)  # who runs unless others are asked for
+LABELS |= {"fp8": "the default with records of e4m3", "int4": "the default with records of int4"}
 # llama.cpp's, by the type of its KV cache; llama_floor attends as many tokens as floor does.
 LLAMA = {"llama_f16": "f16", "llama_q8": "q8_0", "llama_floor": "f16"}
 LABELS |= {
@@ -54,7 +55,13 @@ FLOORS = ("floor", "llama_floor")
 PRESET = "preset:"  # before a preset's name: a contender with its own settings and memory
 ALWAYS = ("kvswap", "floor")  # in every wave, so that all are paired with them
 ON_FILE = ("restore", "mmap")
-OWN_SETTINGS = ("default", "no_prefetch")  # nothing is configured
+# Nothing is configured but this.
+OWN_SETTINGS: dict[str, dict[str, str]] = {
+    "default": {},
+    "no_prefetch": {"prefetch.mode": "off"},
+    "fp8": {"storage.kv_dtype": "fp8_e4m3"},
+    "int4": {"storage.kv_dtype": "int4"},
+}
 ON_SESSION = ("kvswap", *OWN_SETTINGS, "tokens", "tokens_no_reuse")
 UNMODELLED = "not on a modelled device: the kernel's own reads cannot be slowed to it"
 NO_DISK = "reads no disk: its time is that of the cell without a modelled device"

@@ -223,7 +223,7 @@ def test_waves_fit_and_pair_everybody_with_kvswap():
     cell, keys = Cell("1b", 131072, 8), list(LABELS)
     assert PLENTY.waves(cell, keys) == [
         ["kvswap", "floor", "default", "no_prefetch", "static", "dynamic",
-         "tokens", "tokens_no_reuse",
+         "tokens", "tokens_no_reuse", "fp8", "int4",
          "llama_f16", "llama_q8", "llama_floor", "ollm"],
         ["kvswap", "floor", "restore", "mmap"],
     ]  # fmt: skip
