@@ -6,11 +6,17 @@
 
 namespace kvswap {
 
-void ThreadTeam::Loop::take_pieces() {
-  for (;;) {
-    const int64_t begin = next.fetch_add(piece, std::memory_order_relaxed);
-    if (begin >= count) return;
-    body(begin, std::min(count, begin + piece));
+void ThreadTeam::Loop::take_pieces() noexcept {
+  try {
+    for (;;) {
+      const int64_t begin = next.fetch_add(piece, std::memory_order_relaxed);
+      if (begin >= count) return;
+      body(begin, std::min(count, begin + piece));
+    }
+  } catch (...) {
+    next.store(count, std::memory_order_relaxed);
+    const std::lock_guard lock(failing);
+    if (!failure) failure = std::current_exception();
   }
 }
 
@@ -42,8 +48,7 @@ ThreadTeam::~ThreadTeam() {
 void ThreadTeam::run(int64_t count, int64_t grain, const Body& body) {
   if (count <= 0) return;
   const int64_t piece = std::max<int64_t>(1, grain);
-  std::unique_lock alone(one_loop_, std::defer_lock);
-  if (count <= piece || threads_.empty() || !owner_.is_here() || !alone.try_lock()) {
+  if (count <= piece || threads_.empty() || !owner_.is_here() || is_busy_.exchange(true)) {
     body(0, count);
     return;
   }
@@ -54,9 +59,13 @@ void ThreadTeam::run(int64_t count, int64_t grain, const Body& body) {
   }
   begun_.notify_one();  // which wakes the next, while there are pieces
   loop.take_pieces();
-  std::unique_lock lock(mutex_);
-  loop_ = nullptr;
-  ended_.wait(lock, [this] { return helping_ == 0; });
+  {
+    std::unique_lock lock(mutex_);
+    loop_ = nullptr;
+    ended_.wait(lock, [this] { return helping_ == 0; });
+  }
+  is_busy_ = false;
+  if (loop.failure) std::rethrow_exception(loop.failure);
 }
 
 void ThreadTeam::help() {

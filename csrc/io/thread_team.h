@@ -3,6 +3,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -20,8 +21,8 @@ namespace kvswap {
 /// one: a helper that wakes late finds nothing left and sleeps on. OpenMP's loops end when the last
 /// of all threads has woken, which with sixteen of them takes longer than a loop of ours.
 ///
-/// Thread rules: all from any thread; of loops that run at once the second is its caller's alone.
-/// In a forked child, where the helpers do not exist, so are all.
+/// Thread rules: all from any thread; of loops that run at once, and of one within another, the
+/// second is its caller's alone. In a forked child, where the helpers do not exist, so are all.
 class ThreadTeam {
  public:
   using Body = std::function<void(int64_t begin, int64_t end)>;
@@ -33,7 +34,7 @@ class ThreadTeam {
   ThreadTeam& operator=(const ThreadTeam&) = delete;
 
   /// A ParallelFor: body(begin, end) over disjoint pieces of [0, count), each of `grain` but the
-  /// last.
+  /// last. What one throws ends the loop, and is thrown here when no thread is in it any more.
   void run(int64_t count, int64_t grain, const Body& body);
 
   bool is_here() const { return owner_.is_here(); }
@@ -45,8 +46,10 @@ class ThreadTeam {
     const int64_t count;
     const int64_t piece;
     std::atomic<int64_t> next = 0;
+    std::mutex failing = {};
+    std::exception_ptr failure = {};  // the first
 
-    void take_pieces();
+    void take_pieces() noexcept;
     bool has_pieces() const { return next.load(std::memory_order_relaxed) < count; }
   };
 
@@ -54,7 +57,7 @@ class ThreadTeam {
   void help();
 
   OwnerProcess owner_;
-  std::mutex one_loop_;
+  std::atomic<bool> is_busy_ = false;  // with the one loop that has helpers
   std::mutex mutex_;
   std::condition_variable begun_;
   std::condition_variable ended_;

@@ -8,7 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
-#include <set>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -77,6 +77,27 @@ TEST(ThreadTeam, ALoopBesideAnotherIsItsCallersAlone) {
   }
   for (std::thread& caller : callers) caller.join();
   EXPECT_EQ(total, 4 * 500 * 64);
+}
+
+TEST(ThreadTeam, ALoopWithinAnotherIsItsCallersAlone) {
+  const auto team = ThreadTeam::start(2);
+  std::atomic<int64_t> total = 0;
+  team->run(16, 1, [&](int64_t, int64_t) {
+    team->run(8, 1, [&](int64_t begin, int64_t end) { total += end - begin; });
+  });
+  EXPECT_EQ(total, 16 * 8);
+}
+
+TEST(ThreadTeam, WhatAPieceThrowsIsThrownOnce) {
+  const auto team = ThreadTeam::start(3);
+  for (int turn = 0; turn < 500; ++turn) {
+    EXPECT_THROW(team->run(64, 1,
+                           [](int64_t begin, int64_t) {
+                             if (begin % 5 == 3) throw std::bad_alloc();
+                           }),
+                 std::bad_alloc);
+    EXPECT_EQ(visits(*team, 40, 1), std::vector<int>(40, 1));
+  }
 }
 
 TEST(ThreadTeam, AForkedChildRunsLoopsAlone) {
