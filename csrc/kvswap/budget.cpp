@@ -223,8 +223,8 @@ Settings fit_budget(const Request& request, const ModelShape& shape, const Setti
     return Lowered{.settings = at(step), .step = step};
   };
   Lowered best = lowered(settings);
-  const bool may_share =
-      how.may_share && !settings.resident_layers && shape.layers > kLayersSharing;
+  const bool may_share = how.may_share && settings.rows != "none" && !settings.resident_layers &&
+                         shape.layers > kLayersSharing;
   if (may_share && best.step < kSteps) {
     Settings shared = settings;
     shared.resident_layers = kLayersSharing;

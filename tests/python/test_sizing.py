@@ -239,7 +239,7 @@ def test_a_method_keeps_its_groups_by_two_layers_pages_where_many_would_be_missi
 
 
 def test_what_was_said_or_measured_does_not_share():
-    """Layers with pages that a config names, a tuner's solutions, a device."""
+    """Layers that a config names, a tuner's solutions, a device, a method that selects nothing."""
 
     def need(config, batch, context):
         return plain_need(config, SHAPE, context, batch)
@@ -251,6 +251,11 @@ def test_what_was_said_or_measured_does_not_share():
     named = config.with_settings({"memory.resident_layers": 3})
     assert settle(named, SHAPE, budget, need).resident_layers == 3
     assert settle(config, SHAPE, budget, need, on_device=True).resident_layers is None
+    alone = config.with_settings({"summary.kind": "none", "summary.rank": 32})
+    retained = {"retention": {"policy": "snapkv", "tokens": 64}}
+    assert (
+        settle(dataclasses.replace(alone, **retained), SHAPE, budget, need).resident_layers is None
+    )
     settings = {"selection.top_k_groups": 400, "memory.pages_per_layer": 400}
     tuned = dataclasses.replace(config, solutions=(Solution(1, 4096, settings),))
     assert settle(tuned, SHAPE, budget, need).resident_layers is None
