@@ -40,13 +40,12 @@ class DeviceLoadStaging final : public LoadStaging {
   void give_back(Fetch& fetch) override { buffers_.release(fetch); }
   std::byte* landing_in(std::byte*) const override { return nullptr; }
 
-  /// Its seconds by those of one load in kTimedEvery: to time one is six calls of the runtime.
+  /// Its seconds by those of one load in seven, which stands for those up to the next: to time one
+  /// is six calls of the runtime.
   SpaceCounters counters() const;
 
  private:
-  static constexpr int64_t kTimedEvery = 7;  // no divisor of usual numbers of layers: all are seen
-
-  void begin_timing();
+  Status begin_timing();
 
   Device& device_;
   const std::unique_ptr<UploadRing>& tables_;
@@ -60,7 +59,8 @@ class DeviceLoadStaging final : public LoadStaging {
   Event has_ = -1;       // ... and had it
   int64_t published_ = 0;
   int64_t timed_ = 0;
-  double timed_wait_seconds_ = 0;
+  int64_t next_timed_ = 0;
+  int64_t timed_stands_for_ = 0;  // so many loads
   SpaceCounters counters_;
 };
 

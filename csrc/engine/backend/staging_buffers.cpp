@@ -30,9 +30,8 @@ Status StagingBuffers::acquire(Fetch& fetch) {
       std::find_if(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return !lane.is_lent; });
   KVSWAP_ASSERT(free != lanes_.end());
   KVSWAP_RETURN_IF_ERROR(device_.synchronize(free->copied));
-  if (const int64_t timed = std::exchange(free->timed_records, 0); timed > 0) {
-    timed_records_ += timed;
-    timed_seconds_ += device_.seconds_between(free->begins, free->copied);
+  if (const double copies = std::exchange(free->stands_for, 0); copies > 0) {
+    copy_seconds_ += copies * device_.seconds_between(free->begins, free->copied);
   }
   free->is_lent = true;
   fetch.lane = static_cast<int>(free - lanes_.begin());
@@ -48,9 +47,10 @@ void StagingBuffers::copy(Fetch& fetch, std::byte* staging, std::byte* const* pa
                           bool is_timed) {
   Lane& lane = lanes_[fetch.lane];
   const auto count = static_cast<int64_t>(fetch.loads.size());
-  records_ += count;
+  untimed_records_ += count;
   if (is_timed) {
-    lane.timed_records = count;
+    const auto records = static_cast<double>(std::exchange(untimed_records_, 0));
+    lane.stands_for = records / static_cast<double>(count);
     device_.record(lane.begins);
   }
   device_.copy_in(staging, memory(fetch.lane), count * record_bytes_);
@@ -60,11 +60,6 @@ void StagingBuffers::copy(Fetch& fetch, std::byte* staging, std::byte* const* pa
                                        .count = count,
                                        .bytes = record_bytes_});
   device_.record(lane.copied);
-}
-
-double StagingBuffers::copy_seconds() const {
-  if (timed_records_ == 0) return 0;
-  return timed_seconds_ * static_cast<double>(records_) / static_cast<double>(timed_records_);
 }
 
 void StagingBuffers::release(Fetch& fetch) {

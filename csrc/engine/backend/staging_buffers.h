@@ -35,13 +35,14 @@ class StagingBuffers {
   Event copied(const Fetch& fetch) const { return lanes_[fetch.lane].copied; }
   /// The lane may be lent again.
   void release(Fetch& fetch);
-  /// Seconds that all copies took, by those that were timed.
-  double copy_seconds() const;
+  /// Seconds of copies, of those whose lane was lent again: one that was timed stands for as many
+  /// records as were copied since the one before.
+  double copy_seconds() const { return copy_seconds_; }
 
  private:
   struct Lane {
     bool is_lent = false;
-    int64_t timed_records = 0;  // of a copy that was queued, and whose time was not taken yet
+    double stands_for = 0;  // a timed copy that was queued, for so many of its like; 0: none
     Event begins = -1;
     Event copied = -1;
   };
@@ -52,9 +53,8 @@ class StagingBuffers {
   std::byte* host_ = nullptr;
   int64_t lane_records_ = 0;
   int64_t record_bytes_ = 0;
-  int64_t records_ = 0;  // copied
-  int64_t timed_records_ = 0;
-  double timed_seconds_ = 0;
+  int64_t untimed_records_ = 0;  // copied since the last copy that was timed
+  double copy_seconds_ = 0;
 };
 
 }  // namespace kvswap
