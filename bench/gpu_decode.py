@@ -217,14 +217,15 @@ def open_cache(name: str, model: Any, case: Case, path: Path, device: torch.devi
     return cache
 
 
-def recorded_choices(cache: KVSwapCache, case: Case) -> Callable[[int], None]:
-    """Has the cache select, from the next step on, what a model selected in a text."""
+def recorded_choices(name: str, case: Case) -> Any:
+    """What a model selected in a text, for a row that selects so; ValueError: it is too short."""
+    if name not in OF_A_TEXT:
+        return None
     from bench.recorded import Recorded
 
-    selection = cache.driver.config.selection
+    selection = config_of(name).selection
     groups = case.context // selection.group_tokens
-    recorded = Recorded.load("smollm2").scaled(case.shape.layers, groups, selection.top_k_groups)
-    return recorded.follow(cache.driver.session, case.batch)
+    return Recorded.load("smollm2").scaled(case.shape.layers, groups, selection.top_k_groups)
 
 
 def finish(device: torch.device) -> None:
@@ -264,16 +265,23 @@ def measure(
     name: str, model: Any, case: Case, path: Path, device: torch.device, steps: int
 ) -> dict[str, Any]:
     """One row: medians of one contender in one case."""
+    recorded = recorded_choices(name, case)
     began = time.perf_counter()
     cache = open_cache(name, model, case, path, device)
-    finish(device)
-    filled = time.perf_counter()
-    # Each of their steps reads the whole cache: few are enough, and more than few are minutes.
-    steps, warm_up = (4, 1) if name in ("restore", "offloaded") else (steps, steps // 4)
-    chooses = [recorded_choices(cache, case)] if name in OF_A_TEXT else []
-    decode(model, cache, case, device, warm_up, None, *chooses)
-    before = cache.stats() if name in OURS else None
-    seconds = decode(model, cache, case, device, steps - warm_up, case.context + warm_up, *chooses)
+    try:
+        finish(device)
+        filled = time.perf_counter()
+        # Each of their steps reads the whole cache: few are enough, more than few are minutes.
+        steps, warm_up = (4, 1) if name in ("restore", "offloaded") else (steps, steps // 4)
+        chooses = [recorded.follow(cache.driver.session, case.batch)] if recorded else []
+        decode(model, cache, case, device, warm_up, None, *chooses)
+        before = cache.stats() if name in OURS else None
+        begin = case.context + warm_up
+        seconds = decode(model, cache, case, device, steps - warm_up, begin, *chooses)
+        account = {} if before is None else _account(before, cache.stats(), len(seconds))
+    finally:
+        if hasattr(cache, "close"):
+            cache.close()
     row: dict[str, Any] = {
         "shape": case.shape_name,
         "layers": case.shape.layers,
@@ -287,11 +295,7 @@ def measure(
         "fill_seconds": round(filled - began, 2),
         "kv_bytes_full": case.kv_bytes,
     }
-    if before is not None:
-        row["stats"] = _account(before, cache.stats(), len(seconds))
-    if hasattr(cache, "close"):
-        cache.close()
-    return row
+    return row | ({"stats": account} if account else {})
 
 
 def _account(before: Any, stats: Any, steps: int) -> dict[str, Any]:
