@@ -71,8 +71,8 @@ Settings between(const Settings& settings, const ModelShape& shape, bool keeps_c
 /// back.
 int64_t crop_pages(const Settings& settings, int64_t layers) {
   const int64_t tail = tail_pages(settings);
-  if (!settings.resident_layers) return tail;
-  return (layers * tail + *settings.resident_layers - 1) / *settings.resident_layers;
+  const int64_t apart = std::min(settings.resident_layers.value_or(layers), layers);
+  return (layers * tail + apart - 1) / apart;
 }
 
 /// The settings, or with as many pages as a crop takes where that needs less memory: with fewer

@@ -50,8 +50,9 @@ class Bytes:
             When even the smallest do not fit.
         """
         request, need = Request(budget_bytes, self.context, 1), self._under(budget_bytes)
+        on_cpu = model_parts(self._model).device.type == "cpu"  # as hf/settings.py has it
         return fit_budget(
-            request, self.shape, config, need, may_share=True, keeps_columns=keeps_columns
+            request, self.shape, config, need, may_share=on_cpu, keeps_columns=keeps_columns
         )
 
     @property

@@ -7,6 +7,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from kvswap_torch.cli.app import app
 from kvswap_torch.cli.compare import cost_lines
 from kvswap_torch.cli.prompt import make_prompt
 from kvswap_torch.compare import asking, results
+from kvswap_torch.compare import budget as compare_budget
 from kvswap_torch.compare.asking import Way, judge
 from kvswap_torch.compare.comparison import Comparison
 from kvswap_torch.compare.data import Question, Questions
@@ -27,6 +29,7 @@ from kvswap_torch.config.nested import settings_of
 from kvswap_torch.errors import BudgetError, ConfigError
 from kvswap_torch.keep import drops
 from kvswap_torch.plug_ins import TokenScores, Worth
+from kvswap_torch.sizing import ModelShape
 from tests.python.tiny_models import character_tokenizer, greedy, has_native, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -499,3 +502,20 @@ def test_the_page_has_every_field_of_the_results() -> None:
     answers = {f"methods[].runs[].answers[].{name}" for name in results.ANSWER}
     assert runs - {"methods[].runs[].answers"} | answers <= fields
     assert {"format", "version", "data.digest", "accuracy", "methods[].name"} <= fields
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_a_cache_on_the_cpu_would_share_its_pages(monkeypatch, device):
+    asked: dict[str, bool] = {}
+
+    def fit(request, shape, config, need, **how):
+        asked.update(how)
+        return config
+
+    parts = SimpleNamespace(device=torch.device(device))
+    monkeypatch.setattr(compare_budget, "model_parts", lambda model: parts)
+    monkeypatch.setattr(compare_budget, "fit_budget", fit)
+    monkeypatch.setattr(compare_budget.Bytes, "_under", lambda self, budget_bytes: None)
+    shape = ModelShape(layers=4, heads=8, kv_heads=2, head_dim=16, element_bytes=2)
+    compare_budget.Bytes(None, shape, 100).fitted(SwapConfig(), 1 << 20)
+    assert asked["may_share"] is (device == "cpu")

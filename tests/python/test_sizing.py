@@ -236,6 +236,9 @@ def test_a_method_keeps_its_groups_by_two_layers_pages_where_many_would_be_missi
     assert sizes == [(107, None), (128, 2), (128, 2)]
     apart = fitted(dynakv, 4)
     assert apart.selection.top_k_groups == 21 and apart.memory.resident_layers is None
+    # With pages for more layers than there are, each has its own.
+    each = fitted(dynakv.with_settings({"memory.resident_layers": 64}), 4)
+    assert each.selection.top_k_groups == 21
 
 
 def test_what_was_said_or_measured_does_not_share():
