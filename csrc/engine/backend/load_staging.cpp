@@ -31,7 +31,7 @@ Result<std::shared_ptr<std::byte>> DeviceLoadStaging::make_landing(int64_t bytes
 
 Status DeviceLoadStaging::publish(Fetch& fetch) {
   if (fetch.lane < 0) return Status::ok();
-  const bool is_timed = published_++ == next_timed_;
+  const bool is_timed = until_timed_ == 0;
   std::vector<std::byte*> pages;
   for (const Load& load : fetch.loads) pages.push_back(load.home);
   const Event copied = buffers_.copied(fetch);
@@ -48,20 +48,21 @@ Status DeviceLoadStaging::publish(Fetch& fetch) {
   if (is_timed) KVSWAP_RETURN_IF_ERROR(begin_timing());
   device_.wait(copied);
   if (is_timed) device_.record(has_);
+  --until_timed_;
   buffers_.release(fetch);
   return Status::ok();
 }
 
 /// Of this load; takes the time of the one before, which is some loads old: done, as a rule.
 Status DeviceLoadStaging::begin_timing() {
-  if (timed_ > 0) {
+  if (timed_stands_for_ > 0) {
     KVSWAP_RETURN_IF_ERROR(device_.synchronize(has_));
     counters_.device_wait_seconds +=
         static_cast<double>(timed_stands_for_) * device_.seconds_between(needs_, has_);
   }
   // Five to nine loads in turn, so that it is another layer's each time.
-  timed_stands_for_ = 5 + timed_++ % 5;
-  next_timed_ += timed_stands_for_;
+  timed_stands_for_ = timed_stands_for_ % 9 == 0 ? 5 : timed_stands_for_ + 1;
+  until_timed_ = timed_stands_for_;
   device_.record(needs_);
   return Status::ok();
 }

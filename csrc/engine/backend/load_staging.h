@@ -57,10 +57,8 @@ class DeviceLoadStaging final : public LoadStaging {
   DeviceBytes staging_;  // [lane_records, record_bytes]
   Event needs_ = -1;     // compute came to need what one load brings ...
   Event has_ = -1;       // ... and had it
-  int64_t published_ = 0;
-  int64_t timed_ = 0;
-  int64_t next_timed_ = 0;
-  int64_t timed_stands_for_ = 0;  // so many loads
+  int64_t until_timed_ = 0;       // loads before the next that is timed
+  int64_t timed_stands_for_ = 0;  // so many loads; 0: none was timed yet
   SpaceCounters counters_;
 };
 
