@@ -12,7 +12,8 @@
 namespace kvswap {
 namespace {
 
-constexpr int64_t kRankMin = 8;  // below it choices are hardly better than chance
+constexpr int64_t kRankMin = 8;    // below it choices are hardly better than chance
+constexpr int64_t kGroupsMin = 8;  // fewer are not chosen for a budget
 constexpr int64_t kSteps = 64;
 // While one layer attends, the next reads what it attended last, or is known to choose, into the
 // other's pages: there is no use for the pages of a third.
@@ -36,6 +37,18 @@ int64_t largest(int64_t most, const Holds& holds) {
     }
   }
   return low;
+}
+
+/// Tokens that are retained where a budget leaves so many groups. With a policy that retains a
+/// share of the attended tokens the share stays: the same tokens in addition to fewer groups would
+/// be another method, and their memory is missing where groups are selected.
+int64_t retained_tokens_with(const Settings& settings, int64_t groups) {
+  const RetentionKind& kind = *RetentionKind::find(settings.keeper);
+  const bool is_share =
+      settings.rows != "none" && kind.keeps_tokens && kind.scored_by == ScoredBy::kAttention;
+  if (!is_share || groups >= settings.groups_max) return settings.keep_tokens;
+  const int64_t least = std::min(settings.group_tokens, settings.keep_tokens);
+  return std::max(least, settings.keep_tokens * groups / settings.groups_max);
 }
 
 /// `step` / 64 of the way from the smallest usable settings to the given ones; no spare pages.
@@ -133,15 +146,6 @@ std::string both(int64_t bytes) {
 
 std::span<const MissedByRows> missed_by_rows(bool on_device) {
   return std::span(kMissedByRows).first(on_device ? 1 : std::size(kMissedByRows));
-}
-
-int64_t retained_tokens_with(const Settings& settings, int64_t groups) {
-  const RetentionKind& kind = *RetentionKind::find(settings.keeper);
-  const bool is_share =
-      settings.rows != "none" && kind.keeps_tokens && kind.scored_by == ScoredBy::kAttention;
-  if (!is_share || groups >= settings.groups_max) return settings.keep_tokens;
-  const int64_t least = std::min(settings.group_tokens, settings.keep_tokens);
-  return std::max(least, settings.keep_tokens * groups / settings.groups_max);
 }
 
 int64_t length_factor(int64_t context) { return context > kLongContext ? 2 : 1; }

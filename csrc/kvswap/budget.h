@@ -110,14 +110,6 @@ double missed_by_tokens(int64_t tokens, int64_t context);
 /// itself misses what 200 of 4,096 do (docs/choosing.md).
 int64_t length_factor(int64_t context);
 
-/// Tokens that are retained where a budget leaves so many groups. With a policy that retains a
-/// share of the attended tokens the share stays: the same tokens in addition to fewer groups would
-/// be another method, and their memory is missing where groups are selected.
-int64_t retained_tokens_with(const Settings& settings, int64_t groups);
-
-/// Fewer groups are not chosen for a budget.
-inline constexpr int64_t kGroupsMin = 8;
-
 /// The settings for a run: what Python's KVSwapCache settles on for the same words.
 ///
 /// A config's table gives the solution for the nearest (batch, context); a budget then lowers what

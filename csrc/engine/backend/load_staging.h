@@ -54,9 +54,9 @@ class DeviceLoadStaging final : public LoadStaging {
   AtEnd pinned_at_end_;
   PinnedBuffer lane_memory_;
   StagingBuffers buffers_;
-  DeviceBytes staging_;  // [lane_records, record_bytes]
-  Event needs_ = -1;     // compute came to need what one load brings ...
-  Event has_ = -1;       // ... and had it
+  DeviceBytes staging_;           // [lane_records, record_bytes]
+  Event needs_ = -1;              // compute came to need what one load brings ...
+  Event has_ = -1;                // ... and had it
   int64_t until_timed_ = 0;       // loads before the next that is timed
   int64_t timed_stands_for_ = 0;  // so many loads; 0: none was timed yet
   SpaceCounters counters_;
