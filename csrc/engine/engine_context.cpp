@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "engine/backend/device_backend.h"
-#include "engine/backend/int4_packing.h"
 #include "engine/setting_names.h"
 #include "engine/snapshot/tensor_names.h"
 #include "io/memory_file.h"
@@ -31,11 +30,6 @@ Result<std::unique_ptr<DataFile>> open_own(const EngineOptions& options) {
     if (!opened.is_ok()) return opened;
   }
   return options.wrap_file ? options.wrap_file(std::move(opened.value())) : std::move(opened);
-}
-
-std::shared_ptr<const RecordPacking> packing_of(const EngineOptions& options) {
-  if (!options.has_int4_records()) return nullptr;
-  return std::make_shared<Int4Packing>(Int4Shape{options.record_shape(), options.dtype});
 }
 
 /// Small records are what heads apart and rounded records make; without them the layout tells.
@@ -170,7 +164,7 @@ Status EngineContext::open_store(std::unique_ptr<Layout> layout) {
       .seed = random_seed(),
       .begin_bytes = file->own_begin_bytes(),
       .seeds_below = options.base != nullptr ? options.base->seeds : std::vector<SeedRange>{},
-      .packing = packing_of(options)};
+      .packing = options.packing()};
   auto opened = RecordStore::create(file.get(), std::move(layout), store_options,
                                     {.buffer_bytes = plan.write_buffer_bytes,
                                      .buffers = static_cast<int>(plan.write_buffers),

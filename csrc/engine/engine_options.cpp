@@ -315,7 +315,8 @@ int64_t EngineOptions::page_bytes() const {
 }
 
 int64_t EngineOptions::payload_bytes() const {
-  return has_int4_records() ? Int4Shape{record_shape(), dtype}.payload_bytes() : page_bytes();
+  const auto packed = packing();
+  return packed ? packed->payload_bytes() : page_bytes();
 }
 
 int64_t EngineOptions::sealed_groups(int64_t positions) const {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "device/device.h"
+#include "engine/backend/record_packings.h"
 #include "engine/snapshot/parent_files.h"
 #include "io/block_reader.h"
 #include "io/data_file.h"
@@ -98,8 +99,13 @@ struct EngineOptions : Settings {
   /// So many of the newest positions may be cropped at any time where it is: two steps.
   int64_t positions_to_crop() const { return 2 * select_queries_max; }
 
-  bool has_float8_records() const { return records == "fp8"; }
+  /// In the file and in the pages that records are read to.
+  bool has_float8_records() const { return records == "fp8" && grouping != "clusters"; }
   bool has_int4_records() const { return records == "int4"; }
+  /// Null: records stand in the file as in pages.
+  std::unique_ptr<const RecordPacking> packing() const {
+    return record_packing(*this, record_shape(), dtype);
+  }
   /// A group's tokens in the model's dtype, as tail and sinks hold them.
   RecordShape record_shape() const;
   /// The same in the pages that records are read to.

@@ -37,7 +37,7 @@ int64_t waiting_pages_of(const Plan& plan) {
 
 /// What is packed lands at the end of its page: aligned as it is in the file.
 int64_t record_bytes_of(const EngineOptions& options, int64_t stored_bytes) {
-  if (!options.has_int4_records()) return stored_bytes;
+  if (options.packing() == nullptr) return stored_bytes;
   const int64_t alignment = std::min<int64_t>(4096, stored_bytes & -stored_bytes);
   return std::max(stored_bytes, round_up(options.page_bytes(), alignment));
 }
@@ -76,7 +76,7 @@ Plan::Plan(const EngineOptions& given, int64_t bytes_on_disk)
       context_max(has_clusters ? ClusterStore::tokens_most(method) : kContextMax),
       chooses_on_device(options.device && has_device_kernels(method)),
       has_float8_records(options.has_float8_records()),
-      has_rounded_records(has_float8_records || options.has_int4_records()),
+      has_rounded_records(options.records != "model"),
       record_shape(options.record_shape()),
       group_bytes(record_shape.payload_bytes()),
       payload_bytes(options.page_bytes()),

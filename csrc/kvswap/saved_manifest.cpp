@@ -6,7 +6,6 @@
 #include <limits>
 
 #include "engine/engine_options.h"
-#include "kernels/int4_records.h"
 #include "kvswap/config_json.h"
 #include "kvswap/errors.h"
 #include "kvswap/json.h"
@@ -106,13 +105,13 @@ void check_sizes(const SavedManifest& manifest, const Fields& fields) {
       manifest.settings.heads == "each" ? manifest.shape.head_dim : manifest.shape.width();
   const std::string& records = manifest.settings.records;
   const int64_t element_bytes = records == "fp8" ? 1 : manifest.shape.element_bytes();
-  const int64_t payload =
-      records == "int4"
-          ? Int4Shape{{.kv_heads = width / manifest.shape.head_dim,
-                       .group_tokens = manifest.settings.group_tokens,
-                       .head_dim = manifest.shape.head_dim}}
-                .payload_bytes()
-          : manifest.shape.sides * width * element_bytes * manifest.settings.group_tokens;
+  const RecordShape shape = {.kv_heads = width / manifest.shape.head_dim,
+                             .group_tokens = manifest.settings.group_tokens,
+                             .head_dim = manifest.shape.head_dim,
+                             .element_bytes = element_bytes,
+                             .sides = manifest.shape.sides};
+  const auto packing = record_packing(manifest.settings, shape, DType::kFloat32);
+  const int64_t payload = packing ? packing->payload_bytes() : shape.payload_bytes();
   if (counts.record_bytes < payload || counts.record_bytes % 512 != 0) {
     fields.refuse("record_bytes", "be a multiple of 512 that a group's " + std::to_string(payload) +
                                       " bytes fit in");

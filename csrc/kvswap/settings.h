@@ -74,8 +74,9 @@ struct Settings {
   std::string rows = "low_rank";
   /// storage.kv_dtype: Type of records. auto: the model's dtype. fp8_e4m3: half the bytes (a
   /// quarter of float32's) on disk and in pages, with one power of two for each KV head's K and
-  /// V. int4: 0.27 to 0.32 of bfloat16's bytes on disk, the model's dtype in pages. Sinks and
-  /// recent tokens keep the model's dtype.
+  /// V. Of clusters: on disk alone, with powers of two for each token. int4: 0.27 to 0.32 of
+  /// bfloat16's bytes on disk, the model's dtype in pages. Sinks and recent tokens keep the
+  /// model's dtype.
   std::string records = "model";
   /// summary.rank: Dimensions of a low-rank key: one number, or one for each layer on disk.
   /// Doubled if the projection is estimated from the first prompt. Memory and time of ranking

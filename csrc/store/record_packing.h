@@ -7,7 +7,8 @@
 namespace kvswap {
 
 /// How a record stands in the file where it takes fewer bytes there than in memory. Packing what
-/// was unpacked may round again: a record is packed once, and copied as it stands. Thread-safe.
+/// was unpacked may round again, unless the kind says otherwise: a record is packed once, and
+/// copied as it stands. Thread-safe.
 class RecordPacking {
  public:
   virtual ~RecordPacking() = default;

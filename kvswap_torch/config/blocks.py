@@ -211,6 +211,7 @@ class Storage(Block):
         ("auto", "fp8_e4m3", "int4"),
         "Type of records. `auto`: the model's dtype. `fp8_e4m3`: half the bytes (a quarter of "
         "float32's) on disk and in pages, with one power of two for each KV head's K and V. "
+        "Of clusters: on disk alone, with powers of two for each token. "
         "`int4`: 0.27 to 0.32 of bfloat16's bytes on disk, the model's dtype in pages. Sinks and "
         "recent tokens keep the model's dtype.",
     )

@@ -92,10 +92,9 @@ ONLY = (
     Only("summary.dtype", "summary.kind", but=("user",), why="since there is no summary"),
     Only("clusters.max_pending_tokens", "clusters.update", but=("local",),
          why="since tokens wait for four clusters' worth"),
-    *(
-        Only(name, "clusters", ("absent",), why="which has not been built for clusters")
-        for name in ("storage.kv_dtype", POLICY)
-    ),
+    Only("storage.kv_dtype", "clusters", ("absent",), values=("int4",),
+         why="since clusters are packed anew, and four bits would round each time"),
+    Only(POLICY, "clusters", ("absent",), why="which has not been built for clusters"),
     Only(POLICY, "summary.kind", ("none",), values=("recent_only", "cake", "compresskv")),
     Only(POLICY, "summary.kind", but=("none",), values=("key_outliers",),
          why="since there are no groups to be left out of"),

@@ -41,13 +41,15 @@ def cost_of(cache: KVSwapCache) -> tuple:
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
-@pytest.mark.parametrize("update", ["adaptive", "static", "local"])
+@pytest.mark.parametrize("update", ["adaptive", "static", "local", "adaptive in fp8"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_it_goes_on_as_the_one_that_was_never_saved(
     kind: str, update: str, tokens: int, tmp_path: Path
 ) -> None:
     model = tiny_model(kind)
-    changes = {"cluster_update": update}
+    changes = {"cluster_update": update.split()[0]}
+    if update == "adaptive in fp8":
+        changes["records"] = "fp8"
     if update == "local":
         changes["pending_tokens"] = None
     changes = {name: value for name, value in (FEW | changes).items() if value is not None}

@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from kvswap_torch import ConfigError, KVSwapCache, SwapConfig
 from tests.python.test_session import HEAD_DIM, HEADS, KV_HEADS, native, options
 from tests.python.tiny_models import greedy, prompt, tiny_model
+from tests.reference import float8_rounded
 
 CLUSTERS = {
     "rows": "centroid",
@@ -308,6 +309,28 @@ def test_texts_that_are_nothing_to_cluster(tmp_path, kind):
             torch.testing.assert_close(answer, torch.ones_like(answer))
 
 
+@pytest.mark.parametrize("heads", ["all", "each"])
+def test_fp8_rounds_each_token_by_itself(tmp_path, heads):
+    """So the same bits from every reader, wherever a token stands, however often it is packed."""
+    found = []
+    for reader in READERS[:5]:
+        session = native(clustered(tmp_path, heads, "max", {**reader, "records": "fp8"}))
+        found.append(life(session, seed=3))
+        assert session.counters()["cluster_splits"] > 0
+    for answers in found[1:]:
+        assert all(map(torch.equal, answers, found[0]))
+    session.reset()
+    keys, values = (torch.randn(2, KV_HEADS, 90, HEAD_DIM) for _ in range(2))
+    keys[0, 0, 20, 3], values[1, 1, 21, 4] = torch.inf, 1e6  # others of their pages keep theirs
+    session.append(0, keys, values)
+    sealed = slice(8, 72)  # behind the group of first tokens, before the tail
+    for read, given in zip(session.read_back(0, 0, 90), (keys, values), strict=True):
+        alone = given[:, :, sealed, None]  # a record of each token
+        torch.testing.assert_close(
+            read[:, :, sealed], float8_rounded(alone)[..., 0, :], rtol=0, atol=0, equal_nan=True
+        )
+
+
 def test_a_device_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="clusters must be left out where pages are a device's"):
         native(clustered(tmp_path, "all", "sum", {"device": "host"}))
@@ -323,7 +346,10 @@ def test_a_device_is_refused_by_name(tmp_path):
         (CLUSTERS | {"cluster_tokens_max": 4, "cluster_tokens": 5}, "at least cluster_tokens"),
         (CLUSTERS | {"score": "mass"}, "score: must be left out where"),
         (CLUSTERS | {"rank": 5}, "rank: must be left out where rows is centroid"),
-        (CLUSTERS | {"records": "fp8"}, "records: must be left out where grouping is clusters"),
+        (
+            CLUSTERS | {"records": "int4"},
+            "where grouping is clusters, since clusters are packed anew",
+        ),
         (CLUSTERS | {"keeper": "observed"}, "keeper: must be left out where grouping is clusters"),
         (CLUSTERS | {"summary_dtype": "int8"}, "summary_dtype: must be left out where rows is cen"),
         (CLUSTERS | {"split_factor": 0.0}, "split_factor: must be a float"),

@@ -124,9 +124,11 @@ void ClusterWriter::pack(const TokenLocator& bytes, const Page& page, std::byte*
   for (int64_t i = 0; i < count; ++i) put_token(shape, record, i, bytes.at(tokens[first + i]));
 }
 
-/// What the reuse buffer has of a slot becomes what the slot will hold.
+/// What the reuse buffer has of a slot becomes what the slot will hold, and as it will be read.
 void ClusterWriter::adopt(const TokenLocator& bytes, const RecordStore::StagedRun& run,
                           int64_t sequence) {
+  const RecordPacking* packing = context_.store->form().packing.get();
+  std::vector<std::byte> packed(packing == nullptr ? 0 : packing->payload_bytes());
   for (int64_t i = 0; i < run.count; ++i) {
     const int64_t id = run.entries[i].group;
     if (bytes.row().pages.mask(slot_of_page(id)) == 0) continue;
@@ -134,8 +136,14 @@ void ClusterWriter::adopt(const TokenLocator& bytes, const RecordStore::StagedRu
         bytes.pages().map(run.layer).rename(context_.store->key(run.layer, sequence, id),
                                             context_.store->records().key(run.entries[i].record));
     if (page < 0) continue;
-    std::memcpy(bytes.pages().page(page), run.data() + i * context_.record_bytes(),
-                context_.plan.payload_bytes);
+    const std::byte* record = run.data() + i * context_.record_bytes();
+    std::byte* held = bytes.pages().page(page);
+    if (packing == nullptr) {
+      std::memcpy(held, record, context_.plan.payload_bytes);
+      continue;
+    }
+    packing->pack(record, packed.data());
+    packing->unpack(packed.data(), held);
   }
 }
 

@@ -41,6 +41,12 @@ inline EngineOptions updated(EngineOptions options, const char* update) {
   if (options.cluster_update == "local") options.pending_tokens = EngineOptions{}.pending_tokens;
   return options;
 }
+/// Records a quarter as large in the file, of fp32, which are at least half a block there.
+inline EngineOptions in_float8(EngineOptions options) {
+  options.records = "fp8";
+  options.head_dim *= 4;
+  return options;
+}
 
 struct ClusterLife {
   const char* name;
@@ -103,6 +109,14 @@ inline constexpr ClusterLife kClusterLives[] = {
     {"local", [](EngineOptions options) { return updated(options, "local"); }},
     {"local_each_head_in_pools",
      [](EngineOptions options) { return in_pools(each_head(updated(options, "local"))); }},
+    {"float8", in_float8},
+    {"float8_each_head_in_narrow_pools",
+     [](EngineOptions options) {
+       options.dtype = DType::kBFloat16;
+       return in_float8(in_narrow_pools(each_head(options)));
+     }},
+    {"float8_local_without_reuse",
+     [](EngineOptions options) { return in_float8(without_reuse(updated(options, "local"))); }},
 };
 
 class ClusterLives : public testing::TestWithParam<ClusterLife> {

@@ -1,10 +1,13 @@
 // An engine that chooses clusters of similar keys, and what it was given.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <functional>
 #include <map>
 #include <numeric>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -31,6 +34,20 @@ inline EngineOptions cluster_options(const std::string& directory, int64_t group
   return in_clusters(small_options(directory, group_tokens));
 }
 
+/// A token's K or V of one head as e4m3 has it, with a power of two of its own: four significant
+/// bits, and steps of 2^-9 of that power at least. For numbers that are far from fp32's ends.
+inline std::vector<float> rounded_row(std::vector<float> row) {
+  float largest = 0;
+  for (const float each : row) largest = std::max(largest, std::fabs(each));
+  int power = -117;
+  while (largest > std::ldexp(448.0f, power)) ++power;
+  for (float& each : row) {
+    const int step = each == 0 ? 0 : std::max(std::ilogb(each) - 3, power - 9);
+    each = std::ldexp(std::nearbyint(std::ldexp(each, -step)), step);
+  }
+  return row;
+}
+
 /// An engine of clusters, and what it was given, which is told what is attended.
 class ClusterRun {
  public:
@@ -53,7 +70,7 @@ class ClusterRun {
     if (!valid.empty()) {
       const auto* flags = reinterpret_cast<const bool*>(valid.data());
       run_.memory().declare(batch, tokens, flags);
-      ASSERT_TRUE(engine().declare(batch, tokens, flags).is_ok());
+      repeat(mend, [&] { return engine().declare(batch, tokens, flags); });
     }
     for (int64_t layer = 0; layer < options_.layers; ++layer) {
       const Tokens drawn = run_.draw_tokens(batch, tokens);
@@ -83,6 +100,7 @@ class ClusterRun {
           looks && is_trusted && engine().sequences().layer(layer).sealed_groups > 0;
       auto seen = seen_tokens(
           layer, stands ? engine().last_selection(layer) : choice(layer, query, tokens));
+      PlainMemory read = as_read(layer);
       const int refused = refused_;
       const bool asks_first = run_.draw(0, 1) == 0;
       repeat(mend, [&] {
@@ -91,10 +109,11 @@ class ClusterRun {
           KVSWAP_RETURN_IF_ERROR(engine().look_ahead(layer, run_.view(query, tokens), 0.125f));
           seen = seen_tokens(layer, engine().last_selection(layer));
         }
+        if (refused != refused_) read = as_read(layer);
         return run_.attend(layer, query, tokens, output);
       });
       if (testing::Test::HasFatalFailure()) return;
-      const auto expected = run_.memory().attend_over(
+      const auto expected = read.attend_over(
           layer, query, tokens, 0.125,
           [&](int64_t, int64_t part, int64_t token) { return seen[part].contains(token); });
       const bool is_known = refused == refused_ || (asks_first && is_trusted);
@@ -123,9 +142,7 @@ class ClusterRun {
         step(batch, run_.draw(1, 4), mend);
       } else if (action <= 16) {
         const int64_t left = run_.draw(positions / 2, positions);
-        repeat(mend, [&] { return engine().crop(left); });
-        run_.memory().crop(left);
-        run_.compare_state();
+        crop(left, mend);
       } else if (action <= 18) {
         std::vector<int64_t> indices(run_.draw(1, 3));
         for (int64_t& index : indices) index = run_.draw(0, batch - 1);
@@ -153,7 +170,35 @@ class ClusterRun {
       check_rows(layer);
       check_records(layer);
     }
+    compare_contents();
+  }
+
+  /// Of read_back(): here, tokens that wait stay what was given.
+  void compare_contents() {
+    const PlainMemory before = run_.memory();
     run_.compare_contents();
+    run_.memory() = before;
+  }
+
+  void crop(int64_t positions, const Mend& mend = nullptr) {
+    std::vector<int64_t> sealed;
+    for (int64_t layer = 0; layer < options_.layers; ++layer) {
+      sealed.push_back(engine().sequences().layer(layer).sealed_groups);
+    }
+    repeat(mend, [&] { return engine().crop(positions); });
+    run_.memory().crop(positions);
+    for (int64_t layer = 0; layer < options_.layers; ++layer) {
+      // Back in the tail, as their records have them.
+      const int64_t left = engine().sequences().layer(layer).sealed_groups;
+      for (int64_t part = 0; part < parts(); ++part) {
+        if (!mend) {
+          round_tokens(run_.memory(), layer, part, left, sealed[layer]);
+        } else {
+          note_tail(layer, part, left);
+        }
+      }
+    }
+    run_.compare_state();
   }
 
   /// Each token of a row stands where exactly one thing has it, and its cluster knows it. After an
@@ -255,7 +300,7 @@ class ClusterRun {
         std::set<int64_t> places;
         pages.each_page(cluster, [&](int64_t slot) {
           places.insert(engine().context().store->offset_bytes(layer, part, page_id(slot)) /
-                        engine().context().record_bytes());
+                        engine().context().stored_bytes());
         });
         if (places.empty()) continue;
         ASSERT_EQ(*places.rbegin() - *places.begin() + 1, std::ssize(places)) << cluster;
@@ -293,19 +338,20 @@ class ClusterRun {
                                .target = memory.value().get()});
         ASSERT_TRUE(parts.fetcher->submit(fetch).is_ok());
         ASSERT_TRUE(parts.fetcher->finish(fetch).is_ok());
-        const auto& retained = run_.memory().layer(layer).sequences[part / heads_apart()];
+        PlainMemory::Sequence& retained =
+            run_.memory().layer(layer).sequences[part / heads_apart()];
         const int64_t row_bytes = shape.head_dim * shape.element_bytes;
         for (int64_t head = 0; head < shape.kv_heads; ++head) {
           const int64_t of_model = heads_apart() > 1 ? part % heads_apart() : head;
-          const int64_t at =
-              (token * options_.kv_heads + of_model) * options_.head_dim * shape.element_bytes;
+          const std::vector<float> rows[] = {on_disk(row_at(retained.keys, token, of_model)),
+                                             on_disk(row_at(retained.values, token, of_model))};
           const std::byte* key =
               memory.value().get() +
               (2 * head * shape.group_tokens + place % shape.group_tokens) * row_bytes;
-          ASSERT_EQ(std::memcmp(key, bytes_of(retained.keys, 0) + at, row_bytes), 0);
-          ASSERT_EQ(std::memcmp(key + shape.group_tokens * row_bytes,
-                                bytes_of(retained.values, 1) + at, row_bytes),
-                    0);
+          ASSERT_EQ(std::memcmp(key, run_.raw(rows[0], 0), row_bytes), 0);
+          ASSERT_EQ(
+              std::memcmp(key + shape.group_tokens * row_bytes, run_.raw(rows[1], 1), row_bytes),
+              0);
         }
       }
     }
@@ -328,8 +374,90 @@ class ClusterRun {
   const std::vector<double>& missed(int64_t layer) { return missed_[layer]; }
 
  private:
-  const std::byte* bytes_of(const std::vector<float>& values, int slot) {
-    return static_cast<const std::byte*>(run_.raw(values, slot));
+  /// Of one token and KV head.
+  std::span<float> row_at(std::vector<float>& side, int64_t token, int64_t head) {
+    const int64_t at = (token * options_.kv_heads + head) * options_.head_dim;
+    return std::span(side).subspan(at, options_.head_dim);
+  }
+  std::vector<float> on_disk(std::span<const float> row) {
+    const std::vector<float> values(row.begin(), row.end());
+    return options_.records == "fp8" ? rounded_row(values) : values;
+  }
+
+  /// Of these groups, sinks aside.
+  void round_tokens(PlainMemory& memory, int64_t layer, int64_t part, int64_t first_group,
+                    int64_t end_group, const std::function<bool(int64_t token)>& is_read = {}) {
+    const int64_t b = part / heads_apart();
+    PlainMemory::Layer& retained = memory.layer(layer);
+    const int64_t end = std::min(retained.positions, end_group * options_.group_tokens);
+    for (int64_t token = first_group * options_.group_tokens; token < end; ++token) {
+      if (memory.is_sink(b, token / options_.group_tokens)) continue;
+      if (is_read && !is_read(token)) continue;
+      for (int64_t head = 0; head < options_.kv_heads; ++head) {
+        if (head % heads_apart() != part % heads_apart()) continue;
+        for (std::vector<float>* side :
+             {&retained.sequences[b].keys, &retained.sequences[b].values}) {
+          const std::span<float> row = row_at(*side, token, head);
+          std::ranges::copy(on_disk(row), row.begin());
+        }
+      }
+    }
+  }
+
+  /// A token's V is as it was given, or as its record has it: so it is from now on.
+  void note_value(int64_t layer, int64_t part, int64_t token, int64_t head,
+                  const std::byte* value) {
+    PlainMemory::Sequence& of = run_.memory().layer(layer).sequences[part / heads_apart()];
+    const std::span<float> row = row_at(of.values, token, head);
+    const std::vector<float> given(row.begin(), row.end()), rounded = on_disk(row);
+    const size_t bytes = row.size() * dtype_bytes(options_.dtype);
+    if (std::memcmp(value, run_.raw(given, 1), bytes) == 0) return;
+    ASSERT_EQ(std::memcmp(value, run_.raw(rounded, 1), bytes), 0) << token;
+    std::ranges::copy(rounded, row.begin());
+  }
+
+  /// Where a disk may be bad the tail may have been read from records sooner.
+  void note_tail(int64_t layer, int64_t part, int64_t first_group) {
+    const int64_t begin = first_group * options_.group_tokens, end = engine().positions(layer);
+    const int64_t row = options_.head_dim * dtype_bytes(options_.dtype);
+    std::vector<std::byte> keys(options_.kv_heads * (end - begin) * row), values(keys.size());
+    ASSERT_TRUE(engine()
+                    .read_back(layer, part / heads_apart(), begin, end, keys.data(), values.data())
+                    .is_ok());
+    for (int64_t head = part % heads_apart(); head < options_.kv_heads; head += heads_apart()) {
+      for (int64_t token = begin; token < end; ++token) {
+        note_value(layer, part, token, head,
+                   values.data() + (head * (end - begin) + token - begin) * row);
+      }
+    }
+  }
+
+  /// The same of tokens that wait.
+  void note_read_again(int64_t layer, int64_t part) {
+    const RecordShape shape = engine().context().options.record_shape();
+    for (const int64_t token : row(layer, part).pages.waiting()) {
+      const int64_t at = row(layer, part).pages.waiting_at(token);
+      const std::byte* page =
+          engine().sequences().pages(part).waiting_page(layer, at / shape.group_tokens);
+      const TokenBytes held = token_of_page(shape, page, at % shape.group_tokens);
+      for (int64_t head = 0; head < shape.kv_heads; ++head) {
+        const int64_t of_model = heads_apart() > 1 ? part % heads_apart() : head;
+        note_value(layer, part, token, of_model, held.value + head * held.value_head_stride);
+      }
+    }
+  }
+
+  /// What the layer's next attention reads: of tokens that stand in records, what these hold.
+  PlainMemory as_read(int64_t layer) {
+    const Batch& batch = engine().sequences();
+    for (int64_t part = 0; part < parts() && refused_ > 0; ++part) note_read_again(layer, part);
+    PlainMemory memory = run_.memory();
+    for (int64_t part = 0; part < parts(); ++part) {
+      round_tokens(memory, layer, part, 0, batch.layer(layer).sealed_groups, [&](int64_t token) {
+        return batch.fits(layer, part) || row(layer, part).pages.place(token) >= 0;
+      });
+    }
+    return memory;
   }
 
   void note_missed(int64_t layer, const std::vector<float>& query, int64_t queries,

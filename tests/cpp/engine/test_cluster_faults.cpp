@@ -156,7 +156,7 @@ TEST(ClusteredFault, AWriteThatFailsLeavesEachTokenAtOnePlace) {
       for (int i = 0; i < 16 && !testing::Test::HasFatalFailure(); ++i) run.step(2, 1, mend);
       mend();
       for (const int64_t layer : {0, 1}) run.check_records(layer);
-      run.run().compare_contents();
+      run.compare_contents();
       refused += run.refused();
     }
   }

@@ -16,7 +16,7 @@ TEST_P(Clustered, AttendsWhatItChoseAndWhatWaits) {
   run.append(2, 60);
   for (int i = 0; i < 10 && !HasFatalFailure(); ++i) run.step(2, 1);
   for (const int64_t layer : {0, 1}) run.check_records(layer);
-  run.run().compare_contents();
+  run.compare_contents();
   if (options().cluster_update == "adaptive") {
     EXPECT_GT(run.row(0, 0).clusters.counts().splits, 0);
   }
@@ -39,7 +39,7 @@ TEST_P(Clustered, IsCroppedAnywhere) {
     for (int i = 0; i < 15 && !HasFatalFailure(); ++i) run.step(2, run.run().draw(1, 4));
     while (run.engine().positions(0) > 1 && !HasFatalFailure()) {
       const int64_t positions = run.engine().positions(0);
-      run.run().crop(std::max<int64_t>(1, positions - run.run().draw(1, most)));
+      run.crop(std::max<int64_t>(1, positions - run.run().draw(1, most)));
       run.check_all();
       const int64_t next = run.run().draw(0, 9);
       if (next < 3 && !HasFatalFailure()) run.step(2, run.run().draw(1, 3));
@@ -65,7 +65,7 @@ TEST_P(Clustered, GivesTheNumbersOfCroppedClustersAgain) {
     }
     const auto before = run.row(0, 0).clusters.table().size();
     const std::vector<int32_t> sizes(before.begin(), before.end());
-    run.run().crop(run.run().draw(40, 150));
+    run.crop(run.run().draw(40, 150));
     run.check_all();
     const auto after = run.row(0, 0).clusters.table().size();
     emptied.clear();

@@ -118,10 +118,10 @@ TEST_P(SavedClusters, GoOnAfterACropAsTheOneThatWasNeverSaved) {
     for (ClusterRun* each : {&never, &run}) {
       each->append(2, 150);
       for (int i = 0; i < 6; ++i) each->step(2, 2);
-      each->run().crop(80);
+      each->crop(80);
       each->append(2, 70);
       for (int i = 0; i < 4; ++i) each->step(2, 1);
-      each->run().crop(cut);
+      each->crop(cut);
     }
     const auto first = go_elsewhere(run, options, how);
     ASSERT_FALSE(HasFailure());
@@ -156,10 +156,10 @@ TEST(OlderSavedClusters, AreOpenedWithoutWhenTheThresholdWasSettled) {
   EXPECT_EQ(run.row(0, 0).clusters.threshold().settled_at, 0);
   EXPECT_EQ(run.row(0, 0).clusters.threshold().variance, settled);
   run.step(2, 3);
-  run.run().crop(600);
+  run.crop(600);
   run.check_all();
   EXPECT_EQ(run.row(0, 0).clusters.threshold().variance, settled) << "enough is left";
-  run.run().crop(300);
+  run.crop(300);
   run.check_all();
   EXPECT_EQ(run.row(0, 0).clusters.threshold().variance, std::nullopt);
   run.append(2, 400);
