@@ -18,14 +18,15 @@ SAME = ("model", "digest", "dtype", "wording", "text", "seed")  # of runs that f
 WHAT = (
     "Presets in {share} of the full cache's memory: {model}, {length:,} tokens, {documents}"
     " documents, {answers} answers, of which the full cache has {full:.2f} right. Each preset has"
-    " its own settings. Questions are decoded token by token after the document; *known early*:"
-    " the question stands at the prompt's end. Time: a step of `1b` (4 layers), 32,768 tokens,"
-    " batch 1, random weights, local disk, in the memory that the preset takes there."
+    " its own settings, or the first of its smaller ones that fit. Questions are decoded token by"
+    " token after the document; *known early*: the question stands at the prompt's end. Time: a"
+    " step of `1b` (4 layers), 32,768 tokens, batch 1, random weights, local disk, in the memory"
+    " that the preset takes there."
 )
 BETTER = "Answers: higher is better; bytes and times: lower is better"
 COLUMNS = (
-    "preset", "right answers", "difference to the full cache", "right, question known early",
-    "read per token", "ms per step",
+    "preset", "smaller than its own", "right answers", "difference to the full cache",
+    "right, question known early", "read per token", "ms per step",
 )  # fmt: skip
 
 
@@ -72,12 +73,14 @@ def preset_rows(results: list[Result], length: str, timed: Result) -> Iterator[s
 def _cells(part: Result, preset: str) -> list[str]:
     name, early = (preset_method(preset, SHARE, when) for when in ("inside", "after"))
     if name in part["impossible"]:
-        return [DOES_NOT_FIT, "", "", ""]
+        return ["", DOES_NOT_FIT, "", "", ""]
     if name not in part["methods"]:
-        return [NOT_MEASURED, "", "", ""]
+        return ["", NOT_MEASURED, "", "", ""]
     method, known = part["methods"][name], part["methods"].get(early)
     difference = _answers(method).get("exact_difference")
+    smaller = (f"`{path}` {value}" for path, value in method.get("smaller", {}).items())
     return [
+        ", ".join(smaller),
         _right(method, part),
         "" if difference is None else interval(difference, "+.2f"),
         NOT_MEASURED if known is None else _right(known, part),

@@ -4,7 +4,7 @@ A method is written
 ``product:memory=1/8,score=mass``: `memory` is the share of the full cache given as
 ``kv_memory_bytes``, `config` a file, `preset` a published system, and any other setting one of
 `SwapConfig`. Every preset but the default is a family of its own: ``quest:memory=1/8``. A preset
-keeps its columns: in a budget that has no room for them it does not fit.
+keeps its columns; where they do not fit, it takes the smaller settings that it has for that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from bench.quality.told import Told, score_sample
 from kvswap_torch.compare.budget import Bytes
 from kvswap_torch.config import PATHS, SwapConfig
 from kvswap_torch.config.engine import NAMES, engine_value, renamed
-from kvswap_torch.preset import find
+from kvswap_torch.config.nested import settings_of
+from kvswap_torch.preset import Shape, find
 
 if TYPE_CHECKING:
     from kvswap_torch import KVSwapCache
@@ -56,6 +57,8 @@ class Product:
         text.
     preset
         One that divides a budget itself, in the place of a config.
+    smaller
+        What a preset's settings are in the budget, where its own do not fit.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Product:
     budget_bytes: int | None
     question: str
     preset: str | None = None
+    smaller: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def named(cls, name: str, settings: dict[str, str], size: Bytes) -> Product:
@@ -90,6 +94,8 @@ class Product:
             if find(settings["preset"]).needs:
                 changed = stored_heads(size.identity) | changed
             config = size.of_preset(settings["preset"], changed, budget)
+            smaller = smaller_than_own(config, settings["preset"], size, changed)
+            return cls(name, config, budget, question, smaller=smaller)
         elif changed:
             config = (config or SwapConfig()).with_settings(changed)
         return cls(name, config, budget, question)
@@ -133,6 +139,7 @@ class Product:
                 "group_tokens": config.selection.group_tokens,
                 "ranks": list(cache.driver.ranks),
                 "summary_dtype": engine_value(config, "summary_dtype"),
+                "smaller": self.smaller,
             }
 
     def _rows(self, model: Any, cache: Any, sample: Sample) -> torch.Tensor:
@@ -154,6 +161,17 @@ class Product:
     def _step(self, model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
         output = model(input_ids=ids[None], past_key_values=cache, logits_to_keep=1)
         return output.logits[0, -1].float()
+
+
+def smaller_than_own(
+    config: SwapConfig, preset: str, size: Bytes, changed: dict[str, Any]
+) -> dict[str, Any]:
+    """Settings of `Preset.smaller` that a budget asked for, beside tokens that are selected."""
+    shape = Shape.of(size.identity)
+    paths = {path for step in find(preset).smaller_settings(shape) for path in step}
+    own = settings_of(SwapConfig.preset(preset, changed, model=size.identity))
+    taken = settings_of(config)
+    return {path: taken[path] for path in sorted(paths) if taken[path] != own[path]}
 
 
 def _value(text: str) -> Any:

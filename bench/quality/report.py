@@ -83,6 +83,7 @@ def _of_method(lines: Lines, full: Lines, able: dict, unable: dict) -> dict[str,
         "selected_tokens": first.get("groups_max", 0) * first.get("group_tokens", 0),
         "ranks": first.get("ranks"),
         "summary_dtype": first.get("summary_dtype"),
+        "smaller": first.get("smaller", {}),
         "groups_per_step": round(_mean([line.get("groups_per_step", 0.0) for line in lines]), 2),
         "hit_rate": round(_mean(hits), 4) if hits else None,
         "bytes_read_per_token": round(

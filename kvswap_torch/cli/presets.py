@@ -60,13 +60,14 @@ def about(preset: Preset, model: str | None = None, context: int = CONTEXT) -> d
         "leave": preset.leave,
         "settings": settings,
         "calibrate": preset.calibrate or "nothing",
+        "smaller": preset.smaller_settings(shape),
         "differences": list(preset.differences),
         "context": context,
-        "memory": _memory(config, shape, heads, context),
+        "memory": memory_of(config, shape, heads, context),
     }
 
 
-def _memory(config: SwapConfig, shape: Shape, heads: int, context: int) -> dict[str, int]:
+def memory_of(config: SwapConfig, shape: Shape, heads: int, context: int) -> dict[str, int]:
     """Bytes of one sequence, calibrated, by what needs most; and of its keys and values."""
     import torch
 
@@ -118,6 +119,10 @@ def _table(told: list[dict[str, str]]) -> Table:
     return table
 
 
+def _words(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{path}={value}" for path, value in settings.items())
+
+
 def _show(facts: dict[str, Any], console: Console) -> None:
     memory, full = facts["memory"], facts["memory"]["full_kv"]
     shares = ", ".join(
@@ -128,7 +133,9 @@ def _show(facts: dict[str, Any], console: Console) -> None:
     table.add_row("from", " ".join([facts["paper"], *facts["links"].values()]))
     table.add_row("take it", escape(facts["take"]))
     table.add_row("leave it", escape(facts["leave"]))
-    table.add_row("settings", escape(", ".join(f"{k}={v}" for k, v in facts["settings"].items())))
+    table.add_row("settings", escape(_words(facts["settings"])))
+    for step in facts["smaller"]:
+        table.add_row("smaller", escape(_words(step)))
     table.add_row("calibrate", escape(facts["calibrate"]))
     for told in facts["differences"]:
         table.add_row("differs", escape(told))

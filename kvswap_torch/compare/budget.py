@@ -10,9 +10,14 @@ from kvswap_torch.config.nested import settings_of
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.keep import drops
-from kvswap_torch.preset import find
+from kvswap_torch.preset import Preset, Shape, find
 from kvswap_torch.sizing import ModelShape, Request, fit_budget, too_small
 from kvswap_torch.tuning.settings import Demand, Need, engine_need
+
+
+def selected_tokens(config: SwapConfig) -> int:
+    """That the groups of a step hold."""
+    return config.selection.top_k_groups * config.selection.group_tokens
 
 
 class Bytes:
@@ -83,6 +88,9 @@ class Bytes:
     def of_preset(self, name: str, changed: dict[str, Any], budget_bytes: int | None) -> SwapConfig:
         """A preset's settings, changed ones among them, in a budget.
 
+        Where its own do not fit, its `smaller` ones: the first with which at least half of the
+        tokens of its own are selected, else those that select most.
+
         Raises
         ------
         BudgetError
@@ -96,7 +104,29 @@ class Bytes:
             return config
         if drops(config):
             return self.with_fewer_tokens(config, budget_bytes)
-        return self.fitted(config, budget_bytes, keeps_columns=not preset.divides)
+        try:
+            return self.fitted(config, budget_bytes, keeps_columns=not preset.divides)
+        except BudgetError:
+            found = self._smaller(preset, changed, budget_bytes)
+            if found is None:
+                raise
+            return found
+
+    def _smaller(
+        self, preset: Preset, changed: dict[str, Any], budget_bytes: int
+    ) -> SwapConfig | None:
+        best = None
+        for settings in preset.smaller_settings(Shape.of(self.identity)):
+            own = SwapConfig.preset(preset.name, settings | changed, model=self.identity)
+            try:
+                config = self.fitted(own, budget_bytes, keeps_columns=True)
+            except BudgetError:
+                continue
+            if 2 * selected_tokens(config) >= selected_tokens(own):
+                return config
+            if best is None or selected_tokens(config) > selected_tokens(best):
+                best = config
+        return best
 
     def share(self, text: str) -> int:
         """``1/13`` or ``0.1`` of the full cache, in bytes."""

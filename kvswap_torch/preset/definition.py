@@ -15,7 +15,7 @@ from kvswap_torch.config.nested import OPTIONAL, PATHS
 from kvswap_torch.config.solution import ModelIdentity
 from kvswap_torch.errors import ConfigError
 
-__all__ = ["TOKENS", "Preset", "Shape"]
+__all__ = ["TOKENS", "Preset", "Shape", "Value"]
 
 TOKENS = 1024  # attended by methods whose papers give a budget of tokens
 
@@ -77,6 +77,7 @@ class Shape:
 
 
 Value = Any | Callable[[Shape], Any]
+"""A setting, or what it follows from."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,10 @@ class Preset:
         Settings of a model that must be given, and some of any model to show it with; empty: none.
     divides
         It divides any budget between columns, groups and pages; of the others columns belong to
-        what they are, and a comparison at equal bytes leaves them.
+        what they are, and a comparison at equal bytes leaves them as long as they fit.
+    smaller
+        Settings with which it takes less memory, from the most to the least: for comparisons at
+        equal bytes in which its own do not fit.
     """
 
     name: str
@@ -112,6 +116,14 @@ class Preset:
     differences: tuple[str, ...] = ()
     needs: Mapping[str, Value] = dataclasses.field(default_factory=dict)
     divides: bool = False
+    smaller: tuple[Mapping[str, Value], ...] = ()
+
+    def smaller_settings(self, shape: Shape) -> list[dict[str, Any]]:
+        """`smaller`, for a model."""
+        return [
+            {name: each(shape) if callable(each) else each for name, each in step.items()}
+            for step in self.smaller
+        ]
 
     def shown(self, shape: Shape) -> dict[str, Any]:
         """What it needs to be shown without a model."""

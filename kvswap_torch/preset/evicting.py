@@ -63,6 +63,18 @@ _PRKV = {
     "retention.exclude_from_summary": True,
 }
 
+_SMALLER_PRKV = (
+    {"retention.tokens": 64},
+    *(
+        {
+            "selection.group_tokens": page,
+            "retention.tokens": 64,
+            "retention.window_size": window,
+            "selection.recent_tokens": window,
+        }
+        for page, window in ((48, 32), (64, 16))
+    ),
+)
 _OF_PRKV = (
     "records are not rewritten: boxes leave kept tokens out, and a page that is chosen has holes "
     "where they are",
@@ -79,6 +91,7 @@ KEEPING = (
         _PRKV,
         "",
         (*_OF_PRKV, "a fixed share of 0.25 is kept"),
+        smaller=_SMALLER_PRKV,
     ),
     Preset(
         "prkv-auto",
@@ -93,6 +106,7 @@ KEEPING = (
             *_OF_PRKV,
             "at most three quarters are kept, which memory is for; one page is always read",
         ),
+        smaller=_SMALLER_PRKV,
     ),
     Preset(
         "arkv-recall",
@@ -112,6 +126,7 @@ KEEPING = (
         | {"memory.pages_per_layer": TOKENS // 4},
         "as kvswap",
         (_RECALLED, *_OF_ARKV, *_LAYERS_OF_ARKV, *_MIXED_ARKV),
+        smaller=tuple({"summary.rank": rank} for rank in (24, 16, 12, 8, 4)),
     ),
     Preset(
         "snapkv",

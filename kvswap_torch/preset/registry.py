@@ -7,10 +7,10 @@ that changes later never alters a file. One of parts that are there is one more 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvswap_torch.errors import ConfigError
-from kvswap_torch.preset.definition import TOKENS, Preset, Shape
+from kvswap_torch.preset.definition import TOKENS, Preset, Shape, Value
 from kvswap_torch.preset.evicting import KEEPING
 
 __all__ = ["MISSING", "NO_PRESETS", "PRESETS", "Preset", "Shape", "find", "presets"]
@@ -42,6 +42,40 @@ _NEWEST = "the newest 32 tokens stay in memory, since a token is chosen once its
 _ALIGNED = "groups of one token only where the disk reads so little at once, else of the fewest"
 _JOINED = "each KV head chooses by its query heads' sum; each query head for itself in the paper"
 _FIXED = "a fixed number of tokens for every layer and head, where the paper varies it"
+
+
+def _ranks(*ranks: int) -> tuple[Mapping[str, Value], ...]:
+    """Columns of all KV heads together."""
+    return tuple({"summary.rank": rank} for rank in ranks)
+
+
+def _columns(*parts: int) -> tuple[Mapping[str, Value], ...]:
+    """Columns of a KV head: of each, one part in so many."""
+    return tuple(
+        {"summary.rank": lambda shape, part=part: max(1, round(shape.head_dim / part))}
+        for part in parts
+    )
+
+
+def _pages(*times: int) -> tuple[Mapping[str, Value], ...]:
+    """Pages so many times as large as its own 16 tokens."""
+    return tuple({"selection.group_tokens": 16 * each} for each in times)
+
+
+def _chunks(*steps: tuple[int, int]) -> tuple[Mapping[str, Value], ...]:
+    """(tokens of a chunk in its own ones, chunks that stay)."""
+
+    def step(times: int, outliers: int) -> Mapping[str, Value]:
+        def chunk(shape: Shape) -> int:
+            return min(64, times * max(8, shape.group_of_head))
+
+        return {
+            "selection.group_tokens": chunk,
+            "retention.tokens": lambda shape: outliers * chunk(shape),
+        }
+
+    return tuple(step(*each) for each in steps)
+
 
 PRESETS = (
     Preset(
@@ -89,6 +123,7 @@ PRESETS = (
         },
         "the paper calibrates the SVD of the keys beforehand; else it is made of the prompt",
         ("without a calibration the rank is doubled", "positions and padding are kept exact"),
+        smaller=_ranks(24, 16, 12, 8, 4),
     ),
     Preset(
         "exact",
@@ -123,6 +158,7 @@ PRESETS = (
             "the newest page is always attended",
             _RESTORED,
         ),
+        smaller=_pages(2, 4),
     ),
     Preset(
         "arkvale",
@@ -143,6 +179,7 @@ PRESETS = (
             "the cuboid is the digest; the paper has balls too",
             _RESTORED,
         ),
+        smaller=_pages(4),
     ),
     Preset(
         "shadowkv",
@@ -172,6 +209,7 @@ PRESETS = (
             "they have left the tail, and have means; the paper keeps all of it",
             "groups of eight tokens, or more where the disk reads more at once",
         ),
+        smaller=_chunks((1, 24), (1, 8), (2, 12), (2, 4), (4, 2)),
     ),
     Preset(
         "infinigen",
@@ -192,6 +230,7 @@ PRESETS = (
         },
         "the paper finds the skew beforehand, as `kvswap calibrate` does; else it is the prompt's",
         (_FIXED, _JOINED, _ALIGNED, _NEWEST),
+        smaller=_columns(8, 11, 16, 32),
     ),
     Preset(
         "infinigen-star",
@@ -201,6 +240,7 @@ PRESETS = (
         {**_STAR, "memory.pages_per_layer": 400, "memory.replacement": "no_reuse"},
         "as infinigen",
         (_FIXED, _NEWEST),
+        smaller=_ranks(48, 32, 24, 16, 12, 8, 4),
     ),
     Preset(
         "infinigen-star-ru",
@@ -210,6 +250,7 @@ PRESETS = (
         {**_STAR, "memory.pages_per_layer": 800, "memory.replacement": "fifo"},
         "as infinigen",
         (_FIXED, _NEWEST),
+        smaller=_ranks(48, 32, 24, 16, 12, 8, 4),
     ),
     Preset(
         "loki",
@@ -231,6 +272,7 @@ PRESETS = (
         "prompt's",
         ("a fixed number of tokens, where the paper takes a share of the context", _JOINED)
         + (_ALIGNED, _NEWEST),
+        smaller=_columns(8, 11, 16, 32),
     ),
     Preset(
         "think",
@@ -255,6 +297,7 @@ PRESETS = (
             _ALIGNED,
             _NEWEST,
         ),
+        smaller=_columns(3, 4, 8, 11, 16, 32),
     ),
     Preset(
         "dynakv",
@@ -281,7 +324,11 @@ PRESETS = (
             "clusters stand where there is room; the paper's pools of two that grow towards each "
             "other are layout=paired_pools, without its choice of which two",
             "the least recently used page leaves; the paper's order is replacement=largest_cluster",
-            "records are of the model's dtype, where the paper has e4m3",
+            "records are of the model's dtype; the paper's e4m3 is kv_dtype=fp8_e4m3",
+        ),
+        smaller=tuple(
+            {"clusters.target_tokens": tokens, "clusters.max_tokens": 2 * tokens}
+            for tokens in (32, 64, 128, 256)
         ),
     ),
     *KEEPING,

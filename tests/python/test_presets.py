@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import kvswap_torch
 from kvswap_torch import ConfigError, KVSwapCache, ModelIdentity, SwapConfig
 from kvswap_torch.cli.app import app
+from kvswap_torch.cli.presets import memory_of
 from kvswap_torch.preset import MISSING, NO_PRESETS, find
 from kvswap_torch.preset.definition import Shape
 from tests.python.test_presets_generate import given_of, model_of, small
@@ -337,3 +338,18 @@ def test_fp8_records_divide_a_budget_as_the_default_does(tmp_path):
     assert [each.records for each in chosen] == ["model", "fp8"]
     assert chosen[1].summary_dtype == chosen[0].summary_dtype != SwapConfig().summary_dtype
     assert chosen[1].rank == chosen[0].rank == 16
+
+
+@pytest.mark.parametrize("name", [each.name for each in kvswap_torch.presets() if each.smaller])
+def test_smaller_settings_take_less_and_less(name):
+    preset, shape = find(name), Shape()
+    steps = [
+        SwapConfig.preset(name, settings, shape=shape)
+        for settings in ({}, *preset.smaller_settings(shape))
+    ]
+    few = {"memory.pages_per_layer": 8, "selection.top_k_groups": 8}
+    needs = [
+        memory_of(each.with_settings(few), shape, heads=32, context=32768)["total"]
+        for each in steps
+    ]
+    assert needs == sorted(needs, reverse=True) and len(set(needs)) == len(needs)

@@ -9,8 +9,8 @@ from bench.pages.presets import joined, preset_rows
 from bench.quality.methods import parse
 from bench.quality.plan import SHARES, make_plan, preset_method
 from bench.quality.product import Product
-from kvswap_torch import BudgetError
-from kvswap_torch.compare.budget import Bytes
+from kvswap_torch import BudgetError, SwapConfig
+from kvswap_torch.compare.budget import Bytes, selected_tokens
 from kvswap_torch.hf.families import model_parts
 from tests.python.tiny_models import has_native, tiny_model
 
@@ -27,14 +27,21 @@ def test_the_set_has_every_preset_at_every_share():
 
 
 @pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
-def test_columns_of_a_preset_are_not_lowered_to_fit():
+def test_columns_of_a_preset_are_lowered_where_they_do_not_fit_alone():
     model = tiny_model("llama", max_position_embeddings=65536)
     size = Bytes(model, model_parts(model).shape, 60000)
     asked = {"preset": "loki", "memory": "1/4"}
-    loki = Product.named("loki", asked, size).config
-    assert loki.rank == 4 and loki.groups_max > 0
+    loki = Product.named("loki", asked, size)
+    assert loki.config.rank == 4 and loki.config.groups_max > 0 and loki.smaller == {}
+    less = Product.named("loki", asked | {"memory": "1/10"}, size)
+    assert less.smaller == {"summary.rank": less.config.rank} and less.config.rank < 4
+    own = SwapConfig.preset("loki", model=size.identity)
+    assert 2 * selected_tokens(less.config) >= selected_tokens(own)
+    # What is asked for by name stays as asked.
     with pytest.raises(BudgetError, match="kv_memory_bytes"):
-        Product.named("loki", asked | {"memory": "1/34"}, size)
+        Product.named("loki", asked | {"memory": "1/10", "summary.rank": "4"}, size)
+    with pytest.raises(BudgetError, match="kv_memory_bytes"):
+        Product.named("loki", asked | {"memory": "1/400"}, size)
     # These divide a budget themselves, as the cache does that is given one.
     for name in ("kvswap", "kvswap-fp8"):
         divided = Product.named(name, asked | {"preset": name}, size)
@@ -63,7 +70,8 @@ def test_a_row_says_what_was_right_what_was_read_and_what_does_not_fit():
     methods = {
         "full": right(0.75),
         preset_method("quest", "1/13"): right(0.5, 2048),
-        preset_method("arkvale", "1/13"): right(0.5, 2048) | {"tasks": {}},
+        preset_method("arkvale", "1/13"): right(0.5, 2048)
+        | {"tasks": {}, "smaller": {"summary.rank": 6}},
     }
     impossible = {preset_method("loki", "1/13"): "kv_memory_bytes: must be at least"}
     told = run(methods, impossible=impossible)
@@ -73,17 +81,17 @@ def test_a_row_says_what_was_right_what_was_read_and_what_does_not_fit():
     assert "some with AVX2, 2 cores" in caption and "Date: 2026-11-25" in caption
     found = by_name(told)
     assert set(found) == {preset.name for preset in kvswap_torch.presets()}
-    assert found["quest"] == "| `quest` | 0.50 |  | not measured | 2.00 KiB | 316.0 |"
-    assert found["arkvale"].startswith("| `arkvale` | 0.00 |  | not measured | 2.00 KiB |")
-    assert found["loki"] == "| `loki` | does not fit |  |  |  | not measured |"
-    assert found["h2o"] == "| `h2o` | not measured |  |  |  | not measured |"
+    assert found["quest"] == "| `quest` |  | 0.50 |  | not measured | 2.00 KiB | 316.0 |"
+    assert found["arkvale"].startswith("| `arkvale` | `summary.rank` 6 | 0.00 |  | not measured |")
+    assert found["loki"] == "| `loki` |  | does not fit |  |  |  | not measured |"
+    assert found["h2o"] == "| `h2o` |  | not measured |  |  |  | not measured |"
 
 
 def test_where_the_full_cache_can_do_no_task_all_that_was_asked_counts():
     asked = right(0.0) | {"tasks": {"asked": {"answers": 9, "exact": [0.4, 0, 1]}}}
     told = run({"full": asked, preset_method("quest", "1/13"): asked})
     assert "9 answers, of which the full cache has 0.40" in next(preset_rows([told], "4096", TIMED))
-    assert by_name(told)["quest"].startswith("| `quest` | 0.40 |")
+    assert by_name(told)["quest"].startswith("| `quest` |  | 0.40 |")
 
 
 def test_runs_over_the_same_documents_fill_one_table():
@@ -91,11 +99,11 @@ def test_runs_over_the_same_documents_fill_one_table():
     loki = preset_method("loki", "1/13")
     earlier = run({"full": full, quest: right(0.25), loki: right(0.5)})
     found = by_name(earlier, run({"full": full, quest: right(0.75)}))
-    assert found["quest"].startswith("| `quest` | 0.75 |")
-    assert found["loki"].startswith("| `loki` | 0.50 |")
+    assert found["quest"].startswith("| `quest` |  | 0.75 |")
+    assert found["loki"].startswith("| `loki` |  | 0.50 |")
     later = run({"full": full}, impossible={quest: "kv_memory_bytes: ..."})
     assert "| does not fit |" in by_name(earlier, later)["quest"]
-    assert by_name(later, earlier)["quest"].startswith("| `quest` | 0.25 |")
+    assert by_name(later, earlier)["quest"].startswith("| `quest` |  | 0.25 |")
     with pytest.raises(ValueError, match="one model and one set of questions"):
         joined([earlier, run({"full": full}, digest="b")], "4096")
 
@@ -108,6 +116,6 @@ def test_what_the_most_documents_were_not_given_comes_from_fewer_and_says_so():
     many = run({"full": right(0.75, documents=12), quest: most}, documents=12)
     few = run({name: right(0.25) for name in ("full", quest, loki, known)})
     found = by_name(many, few)
-    told = "| 0.10 | -0.60 (-0.70 to -0.50) | 0.25 of 1 document | 0 B | 316.0 |"
+    told = "|  | 0.10 | -0.60 (-0.70 to -0.50) | 0.25 of 1 document | 0 B | 316.0 |"
     assert found["quest"] == f"| `quest` {told}"
     assert "| 0.25 of 1 document |" in found["loki"]
