@@ -8,6 +8,11 @@ namespace kvswap {
 namespace {
 
 constexpr double kLogSeconds = 1;
+constexpr double kStoodStillSeconds = 1;  // between two looks
+
+double seconds_between(int64_t begin_ns, int64_t end_ns) {
+  return 1e-9 * static_cast<double>(end_ns - begin_ns);
+}
 
 std::mutex log_mutex;
 std::function<void(const std::string&)> log_taker;
@@ -29,13 +34,22 @@ Status WaitPolicy::check() const {
   return Status::ok();
 }
 
-Status WaitPolicy::look_up(int64_t since_ns, const std::string& what, bool* is_logged) const {
+void WaitPolicy::Watch::look() {
+  const int64_t now = now_ns();
+  if (seconds_between(looked_ns, now) > kStoodStillSeconds) counts_from_ns = now;
+}
+
+Status WaitPolicy::look_up(int64_t since_ns, const std::string& what, Watch& watch) const {
   KVSWAP_RETURN_IF_ERROR(check());
-  const double seconds = 1e-9 * static_cast<double>(now_ns() - since_ns);
-  if (seconds > kLogSeconds && !std::exchange(*is_logged, true)) {
+  const int64_t now = now_ns();
+  const double seconds = seconds_between(since_ns, now);
+  if (seconds > kLogSeconds && !std::exchange(watch.is_logged, true)) {
     log_line("kvswap: " + what + " has taken more than a second");
   }
-  if (timeout_seconds_ <= 0 || seconds < timeout_seconds_ || waits_for_all_) return Status::ok();
+  // What came while nobody ran is not taken in at once: a call gives it time.
+  const double waited = seconds_between(watch.began_ns, now);
+  const bool is_early = seconds < timeout_seconds_ || waited < std::min(timeout_seconds_, 1.0);
+  if (timeout_seconds_ <= 0 || is_early || waits_for_all_) return Status::ok();
   return Status::late(what + " must make progress within io_timeout_seconds (" +
                       std::to_string(timeout_seconds_) +
                       "), and has not; the disk hangs: see the kernel log, try again, or close");

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -15,9 +16,10 @@ namespace kvswap {
 /// How long calls stand still for the disk, and who may end their waiting.
 ///
 /// A call that waits looks up every 100 ms. What it waits for and has made no progress for a second
-/// is logged once, with its place; for longer than the limit it is given up with kLate. A call that
-/// was asked to end returns kInterrupted. Either way nothing is lost, and what is in flight stays
-/// so.
+/// is logged once, with its place; for longer than the limit it is given up with kLate, once the
+/// call itself has waited for a second. Time in which the process stood still (stopped, or asleep
+/// with its machine) does not count. A call that was asked to end returns kInterrupted. Either way
+/// nothing is lost, and what is in flight stays so.
 ///
 /// Thread rules: stop() and resume() from any thread; set_question() before the first wait.
 class WaitPolicy {
@@ -45,14 +47,16 @@ class WaitPolicy {
   template <typename Ready, typename Progressed, typename Describe>
   Status wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
               const Ready& ready, const Progressed& progressed_ns, const Describe& describe) const {
-    bool is_logged = false;
+    Watch watch;
     while (!changed.wait_for(lock, kLookUp, ready)) {
-      const int64_t since_ns = progressed_ns();
+      watch.look();
+      const int64_t since_ns = std::max(progressed_ns(), watch.counts_from_ns);
       const std::string what = describe();
       lock.unlock();
-      Status looked = look_up(since_ns, what, &is_logged);
+      Status looked = look_up(since_ns, what, watch);
       lock.lock();
       if (!looked.is_ok() && !ready()) return looked;
+      watch.looked_ns = now_ns();
     }
     return Status::ok();
   }
@@ -60,7 +64,16 @@ class WaitPolicy {
   static int64_t now_ns();
 
  private:
-  Status look_up(int64_t since_ns, const std::string& what, bool* is_logged) const;
+  /// Of one call that waits.
+  struct Watch {
+    const int64_t began_ns = now_ns();
+    int64_t looked_ns = began_ns;
+    int64_t counts_from_ns = 0;  // since it stood still last
+    bool is_logged = false;
+
+    void look();
+  };
+  Status look_up(int64_t since_ns, const std::string& what, Watch& watch) const;
 
   const double timeout_seconds_;
   std::function<bool()> shall_end_;

@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "io/wait_policy.h"
@@ -41,11 +43,39 @@ TEST(WaitPolicy, WhatTakesASecondIsLoggedOnceWithItsPlace) {
 
 TEST(WaitPolicy, GivesUpAtItsLimitAndNeverWithoutOne) {
   set_log([](const std::string&) {});
-  const Status late = wait(WaitPolicy(3), 10 * kSecond, 4);
+  const Status late = wait(WaitPolicy(3), 10 * kSecond, 1000);
   EXPECT_EQ(late.code(), StatusCode::kLate);
   EXPECT_TRUE(contains(late.message(), "offset 8192 of '/x'")) << late.message();
   EXPECT_TRUE(contains(late.message(), "io_timeout_seconds")) << late.message();
   must(wait(WaitPolicy(0), 1000 * kSecond, 4));
+  set_log(nullptr);
+}
+
+/// What came forward long ago, and is ready once a call has waited for it a moment.
+TEST(WaitPolicy, GivesACallOfItsOwnASecond) {
+  set_log([](const std::string&) {});
+  must(wait(WaitPolicy(3), 1000 * kSecond, 5));
+  set_log(nullptr);
+}
+
+/// A process that was stopped, or slept with its machine, has not waited meanwhile.
+TEST(WaitPolicy, DoesNotCountTimeInWhichTheProcessStoodStill) {
+  set_log([](const std::string&) {});
+  for (const bool stands_still : {false, true}) {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::unique_lock lock(mutex);
+    const int64_t began_ns = WaitPolicy::now_ns();
+    int asked = 0;
+    const Status waited = WaitPolicy(2).wait(
+        lock, changed,
+        [&] {
+          if (stands_still && ++asked == 4) std::this_thread::sleep_for(std::chrono::seconds(3));
+          return asked > 12;
+        },
+        [&] { return began_ns; }, [] { return std::string("read"); });
+    EXPECT_EQ(waited.code(), stands_still ? StatusCode::kOk : StatusCode::kLate);
+  }
   set_log(nullptr);
 }
 
