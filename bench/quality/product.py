@@ -23,8 +23,7 @@ from bench.quality.told import Told, score_sample
 from kvswap_torch.compare.budget import Bytes
 from kvswap_torch.config import PATHS, SwapConfig
 from kvswap_torch.config.engine import NAMES, engine_value, renamed
-from kvswap_torch.config.nested import settings_of
-from kvswap_torch.preset import Shape, find
+from kvswap_torch.preset import find
 
 if TYPE_CHECKING:
     from kvswap_torch import KVSwapCache
@@ -93,9 +92,8 @@ class Product:
                 return cls(name, None, budget, question, settings["preset"])
             if find(settings["preset"]).needs:
                 changed = stored_heads(size.identity) | changed
-            config = size.of_preset(settings["preset"], changed, budget)
-            smaller = smaller_than_own(config, settings["preset"], size, changed)
-            return cls(name, config, budget, question, smaller=smaller)
+            fitted = size.of_preset(settings["preset"], changed, budget)
+            return cls(name, fitted.config, budget, question, smaller=dict(fitted.smaller))
         elif changed:
             config = (config or SwapConfig()).with_settings(changed)
         return cls(name, config, budget, question)
@@ -161,17 +159,6 @@ class Product:
     def _step(self, model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
         output = model(input_ids=ids[None], past_key_values=cache, logits_to_keep=1)
         return output.logits[0, -1].float()
-
-
-def smaller_than_own(
-    config: SwapConfig, preset: str, size: Bytes, changed: dict[str, Any]
-) -> dict[str, Any]:
-    """Settings of `Preset.smaller` that a budget asked for, beside tokens that are selected."""
-    shape = Shape.of(size.identity)
-    paths = {path for step in find(preset).smaller_settings(shape) for path in step}
-    own = settings_of(SwapConfig.preset(preset, changed, model=size.identity))
-    taken = settings_of(config)
-    return {path: taken[path] for path in sorted(paths) if taken[path] != own[path]}
 
 
 def _value(text: str) -> Any:

@@ -177,6 +177,12 @@ def show(results: dict[str, Any], console: Console) -> None:
             table.add_row(escape(method["name"]), method["budget"] or "", *cells(told))
     console.print(table)
     for method in results["methods"]:
+        smaller = next((run["smaller"] for run in method["runs"] if run.get("smaller")), None)
+        if smaller:
+            words = ", ".join(f"{path}={value}" for path, value in smaller.items())
+            what = f"{method['name']} at {method['budget']}: its own settings do not fit; {words}"
+            console.print(escape(what), highlight=False, soft_wrap=True)
+    for method in results["methods"]:
         for document, why in sorted(method.get("impossible", {}).items())[:1]:
             what = f"{method['name']} at {method['budget']}, document {int(document) + 1}: {why}"
             console.print(escape(what), highlight=False, soft_wrap=True)

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 from kvswap_torch.config import ModelIdentity, SwapConfig
 from kvswap_torch.config.nested import settings_of
-from kvswap_torch.errors import BudgetError
+from kvswap_torch.errors import BudgetError, ConfigError
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.keep import drops
-from kvswap_torch.preset import Preset, Shape, find
+from kvswap_torch.preset import Shape, find
 from kvswap_torch.sizing import ModelShape, Request, fit_budget, too_small
 from kvswap_torch.tuning.settings import Demand, Need, engine_need
+
+DIVIDED = ("selection.top_k_groups", "memory.pages_per_layer")  # by any budget
 
 
 def selected_tokens(config: SwapConfig) -> int:
     """That the groups of a step hold."""
     return config.selection.top_k_groups * config.selection.group_tokens
+
+
+@dataclass(frozen=True)
+class FittedPreset:
+    """Settings in a budget.
+
+    Parameters
+    ----------
+    smaller
+        What of them is a `smaller` step of the preset; empty: they are its own.
+    """
+
+    config: SwapConfig
+    smaller: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Bytes:
@@ -85,11 +103,13 @@ class Bytes:
                 return at(step)
         raise BudgetError(too_small(Request(budget_bytes, self.context, 1), need(at(1)), at(1)))
 
-    def of_preset(self, name: str, changed: dict[str, Any], budget_bytes: int | None) -> SwapConfig:
+    def of_preset(
+        self, name: str, changed: dict[str, Any], budget_bytes: int | None
+    ) -> FittedPreset:
         """A preset's settings, changed ones among them, in a budget.
 
-        Where its own do not fit, its `smaller` ones: the first with which at least half of the
-        tokens of its own are selected, else those that select most.
+        Its own where at least half of their tokens are selected; else the first of its `smaller`
+        ones with which as many are; where there are none, those of all that select most.
 
         Raises
         ------
@@ -101,31 +121,26 @@ class Bytes:
         preset = find(name)
         config = SwapConfig.preset(name, changed, model=self.identity)
         if budget_bytes is None:
-            return config
+            return FittedPreset(config)
         if drops(config):
-            return self.with_fewer_tokens(config, budget_bytes)
-        try:
-            return self.fitted(config, budget_bytes, keeps_columns=not preset.divides)
-        except BudgetError:
-            found = self._smaller(preset, changed, budget_bytes)
-            if found is None:
-                raise
-            return found
-
-    def _smaller(
-        self, preset: Preset, changed: dict[str, Any], budget_bytes: int
-    ) -> SwapConfig | None:
-        best = None
-        for settings in preset.smaller_settings(Shape.of(self.identity)):
-            own = SwapConfig.preset(preset.name, settings | changed, model=self.identity)
+            return FittedPreset(self.with_fewer_tokens(config, budget_bytes))
+        best, refused = None, None
+        for step in ({}, *preset.smaller_settings(Shape.of(self.identity))):
             try:
-                config = self.fitted(own, budget_bytes, keeps_columns=True)
-            except BudgetError:
+                tried = SwapConfig.preset(name, step | changed, model=self.identity)
+                settings = self.fitted(tried, budget_bytes, keeps_columns=not preset.divides)
+            except (BudgetError, ConfigError, ValueError) as error:
+                refused = refused or error  # of its own settings, where none fits
                 continue
-            if 2 * selected_tokens(config) >= selected_tokens(own):
-                return config
-            if best is None or selected_tokens(config) > selected_tokens(best):
-                best = config
+            known = {*changed, *DIVIDED}
+            fitted = FittedPreset(settings, {k: v for k, v in step.items() if k not in known})
+            if best is None or selected_tokens(settings) > selected_tokens(best.config):
+                best = fitted
+            if 2 * selected_tokens(settings) >= selected_tokens(config):
+                return fitted
+        if best is None:
+            assert refused is not None
+            raise refused
         return best
 
     def share(self, text: str) -> int:

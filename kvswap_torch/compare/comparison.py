@@ -227,15 +227,20 @@ class Comparison:
     def _measured(self, run: Run, document: Encoded) -> dict[str, Any]:
         size = Bytes(self.model, self.parts.shape, document.longest)
         full = self.parts.shape.kv_bytes(len(document.ids))
-        line = {"tokens": len(document.ids), "full_bytes": full}
+        line: dict[str, Any] = {"tokens": len(document.ids), "full_bytes": full}
         if run.method is None or run.budget is None:
             cache = full_cache(self.model, "compare")
             found = ask_all(self.model, cache, document, self._tokenizer, self.way)
             return line | {"memory_bytes": full} | found
+        budget = run.budget
         try:
+            fitted = run.method.fitted(budget, size, full)
+            most = budget.in_bytes(full) if budget.kind == "bytes" else None
+            if fitted is not None and fitted.smaller:
+                line["smaller"] = dict(fitted.smaller)
             with (
                 tempfile.TemporaryDirectory(prefix="kvswap-compare-", dir=self._path) as folder,
-                run.method.opened(self.model, Path(folder), run.budget, size, full) as cache,
+                run.method.opened(self.model, Path(folder), fitted, size.context, most) as cache,
             ):
                 found = ask_all(
                     self.model, cache, document, self._tokenizer, self.way,

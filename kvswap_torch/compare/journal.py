@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 3  # raised when older lines must not be mixed with newer ones
+FITTING = 2  # raised when more may fit than before: what did not is tried again
 
 
 class Journal:
@@ -34,10 +35,16 @@ class Journal:
                     self._lines[self._key(line)] = line
 
     def has(self, *key: Any) -> bool:
-        return key in self._lines
+        """Whether nothing is left to do for a line of that name."""
+        line = self._lines.get(key)
+        if line is None:
+            return False
+        return "impossible" not in line or line.get("fitting") == FITTING
 
     def add(self, line: dict[str, Any]) -> None:
         """Appends a line; on disk when this returns."""
+        if "impossible" in line:
+            line = line | {"fitting": FITTING}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             if self._is_cut_short():

@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvswap_torch.compare.budget import Bytes
+from kvswap_torch.compare.budget import Bytes, FittedPreset
 from kvswap_torch.config import PATHS, SwapConfig
 from kvswap_torch.config.nested import settings_of
 from kvswap_torch.errors import BudgetError, ConfigError
@@ -116,7 +116,7 @@ class Method:
         find(first)
         return cls(name, first, None, settings)
 
-    def config(self, budget: Budget, size: Bytes, full_bytes: int) -> SwapConfig | None:
+    def fitted(self, budget: Budget, size: Bytes, full_bytes: int) -> FittedPreset | None:
         """Its settings in a budget; None: the cache itself divides the bytes.
 
         Parameters
@@ -132,13 +132,13 @@ class Method:
             The budget is too small, or the method has none of this kind.
         """
         if budget.kind == "tokens":
-            return with_tokens(self._own(size), int(budget.value))
+            return FittedPreset(with_tokens(self._own(size), int(budget.value)))
         most = budget.in_bytes(full_bytes)
         if self.preset is None:
             own = self._own(size)
             if drops(own):
-                return size.with_fewer_tokens(own, most)
-            return size.fitted(own, most, keeps_columns=True)
+                return FittedPreset(size.with_fewer_tokens(own, most))
+            return FittedPreset(size.fitted(own, most, keeps_columns=True))
         if find(self.preset).divides and not self.settings:
             return None
         return size.of_preset(self.preset, self.settings, most)
@@ -153,21 +153,32 @@ class Method:
         return base.with_settings({"summary.kind": "user"} | self.settings)
 
     def opened(
-        self, model: Any, path: Path, budget: Budget, size: Bytes, full_bytes: int
+        self,
+        model: Any,
+        path: Path,
+        fitted: FittedPreset | None,
+        context: int,
+        budget_bytes: int | None,
     ) -> KVSwapCache:
-        """Its cache for one sequence of `size`; the caller closes it."""
+        """Its cache for one sequence of `context` tokens; the caller closes it.
+
+        Parameters
+        ----------
+        fitted
+            See `fitted`.
+        budget_bytes
+            None: there is no limit.
+        """
         from kvswap_torch import KVSwapCache
 
-        config = self.config(budget, size, full_bytes)
-        divides = config is None
         plug_in = None if self.plug_in is None else self.plug_in()
         return KVSwapCache(
             model,
             path=path,
-            config=config,
-            preset=self.preset if divides else None,
-            kv_memory_bytes=budget.in_bytes(full_bytes) if budget.kind == "bytes" else None,
-            max_context=size.context,
+            config=None if fitted is None else fitted.config,
+            preset=self.preset if fitted is None else None,
+            kv_memory_bytes=budget_bytes,
+            max_context=context,
             max_batch=1,
             group_scores=plug_in if isinstance(plug_in, GroupScores) else None,
             token_scores=plug_in if isinstance(plug_in, TokenScores) else None,

@@ -80,6 +80,10 @@ Value = Any | Callable[[Shape], Any]
 """A setting, or what it follows from."""
 
 
+def _made(settings: Mapping[str, Value], shape: Shape) -> dict[str, Any]:
+    return {name: each(shape) if callable(each) else each for name, each in settings.items()}
+
+
 @dataclass(frozen=True)
 class Preset:
     """One system.
@@ -119,15 +123,25 @@ class Preset:
     smaller: tuple[Mapping[str, Value], ...] = ()
 
     def smaller_settings(self, shape: Shape) -> list[dict[str, Any]]:
-        """`smaller`, for a model."""
-        return [
-            {name: each(shape) if callable(each) else each for name, each in step.items()}
-            for step in self.smaller
-        ]
+        """`smaller`, for a model: larger groups are fewer, and no step has as many columns."""
+        own = _made(self.settings, shape)
+        steps = []
+        for step in self.smaller:
+            made = _made(step, shape)
+            rank = own.get("summary.rank")
+            if rank is not None and made.get("summary.rank", 0) >= rank:
+                continue
+            group = made.get("selection.group_tokens", own.get("selection.group_tokens", 1))
+            for name in ("selection.top_k_groups", "memory.pages_per_layer"):
+                if "selection.group_tokens" in made and name in own:
+                    tokens = own[name] * own["selection.group_tokens"]
+                    made[name] = max(1, tokens // group)
+            steps.append(made)
+        return steps
 
     def shown(self, shape: Shape) -> dict[str, Any]:
         """What it needs to be shown without a model."""
-        return {name: each(shape) if callable(each) else each for name, each in self.needs.items()}
+        return _made(self.needs, shape)
 
     @property
     def _selects_with_the_true_query(self) -> bool:
@@ -153,10 +167,7 @@ class Preset:
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"{where}: overrides must be settings, got {name}{hint}")
         self._check_fixed(said)
-        made = {
-            name: value(shape) if callable(value) else value
-            for name, value in self.settings.items()
-        }
+        made = _made(self.settings, shape)
         if "selection.top_k_groups" in said and "memory.pages_per_layer" not in said:
             pages = made.get("memory.pages_per_layer", Memory().pages_per_layer)
             if isinstance(said["selection.top_k_groups"], int):

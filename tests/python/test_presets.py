@@ -15,6 +15,7 @@ import kvswap_torch
 from kvswap_torch import ConfigError, KVSwapCache, ModelIdentity, SwapConfig
 from kvswap_torch.cli.app import app
 from kvswap_torch.cli.presets import memory_of
+from kvswap_torch.compare.budget import selected_tokens
 from kvswap_torch.preset import MISSING, NO_PRESETS, find
 from kvswap_torch.preset.definition import Shape
 from tests.python.test_presets_generate import given_of, model_of, small
@@ -353,3 +354,10 @@ def test_smaller_settings_take_less_and_less(name):
         for each in steps
     ]
     assert needs == sorted(needs, reverse=True) and len(set(needs)) == len(needs)
+    assert max(map(selected_tokens, steps)) == selected_tokens(steps[0])
+    narrow = Shape(layers=2, kv_heads=2, head_dim=16, element_bytes=4)
+    ranks = [
+        SwapConfig.preset(name, settings, shape=narrow).summary.rank
+        for settings in ({}, *preset.smaller_settings(narrow))
+    ]
+    assert ranks == sorted(ranks, reverse=True)

@@ -35,6 +35,14 @@ def test_columns_of_a_preset_are_lowered_where_they_do_not_fit_alone():
     assert loki.config.rank == 4 and loki.config.groups_max > 0 and loki.smaller == {}
     less = Product.named("loki", asked | {"memory": "1/10"}, size)
     assert less.smaller == {"summary.rank": less.config.rank} and less.config.rank < 4
+    # Larger chunks, as many tokens: not more of them than its own.
+    for share in ("1/8", "1/12", "1/14"):
+        few = Product.named("shadowkv", {"preset": "shadowkv", "memory": share}, size)
+        assert selected_tokens(few.config) <= selected_tokens(SwapConfig.preset("shadowkv"))
+    # A step that does not go with what was asked for is passed over.
+    asked_of = {"preset": "dynakv", "clusters.max_tokens": "20", "memory": "1/400"}
+    with pytest.raises(BudgetError, match="kv_memory_bytes"):
+        Product.named("dynakv", asked_of, size)
     own = SwapConfig.preset("loki", model=size.identity)
     assert 2 * selected_tokens(less.config) >= selected_tokens(own)
     # What is asked for by name stays as asked.
