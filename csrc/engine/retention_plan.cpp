@@ -68,7 +68,7 @@ RetentionPlan::RetentionPlan(const EngineOptions& apart)
                       apart.keep_scores == "attended"),
       scores_all_tokens(apart.keep_interval > 0 && apart.keep_scores == "disk"),
       shares_groups(apart.keep_share == "auto"),
-      has_layer_budgets(kind.prefers_layers || !apart.keep_layer_shares.empty()),
+      has_layer_budgets(kind.divides_layers || !apart.keep_layer_shares.empty()),
       has_float8(kind.retains_online && apart.keep_ratio != 1.0),
       float8_per_token(dtype_bytes(apart.dtype)),
       float8_a_room(apart.keep_count == "bytes" ? float8_per_token : 1),

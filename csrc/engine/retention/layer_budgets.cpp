@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "methods/retention/layer_shares.h"
+#include "methods/retention/compresskv.h"
 
 namespace kvswap {
 namespace {
@@ -78,29 +78,27 @@ Status LayerBudgets::adopt_in(int64_t layer, int64_t sequence, int64_t tokens) {
 /// Of each layer, the same for all heads that are apart; 0 of those that were never weighed.
 std::vector<int64_t> LayerBudgets::tokens_of(int64_t first_part) const {
   const EngineOptions& options = context_.options;
-  std::vector<double> preferences;
-  std::vector<int64_t> limits, weighed;
+  std::vector<LayerPrompt> prompts;
+  std::vector<int64_t> weighed;
   int64_t retention = 0;
   for (int64_t layer = 0; layer < options.layers; ++layer) {
     retention += context_.plan.keeps_tokens(layer) ? 1 : 0;
-    AttentionSpread all;
-    int64_t candidates = 0;
+    LayerPrompt prompt;
     bool is_weighed = false;
     for (int64_t sequence = first_part; sequence < first_part + options.heads_apart; ++sequence) {
       const RetainedTokens& retained = batch_.pages(sequence).retained(layer);
       if (!retained.spread) continue;
       is_weighed = true;
-      all.dispersion += retained.spread->dispersion;
-      all.change += retained.spread->change;
-      candidates = std::max(candidates, retained.candidates);
+      prompt.spread.dispersion += retained.spread->dispersion;
+      prompt.spread.change += retained.spread->change;
+      prompt.candidates = std::max(prompt.candidates, retained.candidates);
     }
     if (!is_weighed) continue;
     weighed.push_back(layer);
-    preferences.push_back(context_.retention.policy->preference(all));
-    limits.push_back(candidates);
+    prompts.push_back(prompt);
   }
   const std::vector<int64_t> divided =
-      divide_by_preference(preferences, limits, retention * options.keep_tokens);
+      context_.retention.policy->divide(prompts, retention * options.keep_tokens);
   std::vector<int64_t> tokens(options.layers, 0);
   for (size_t i = 0; i < weighed.size(); ++i) tokens[weighed[i]] = divided[i];
   return tokens;

@@ -10,7 +10,7 @@
 namespace kvswap {
 
 /// How many of their tokens layers keep: as many each; by shares that stand in the settings
-/// (CompressKV 3.3); or by what each prompt's attention says (RetentionKind::prefers_layers,
+/// (CompressKV 3.3); or by what each prompt's attention says (RetentionKind::divides_layers,
 /// CAKE 4.2).
 ///
 /// What a prompt says of a layer is known once the layer was weighed. Until all were, those that

@@ -73,7 +73,7 @@ Status ObservationScorer::score(int64_t layer, int64_t sequence, std::vector<flo
   if (has_tail) KVSWAP_RETURN_IF_ERROR(walk_tail(layer, sequence, weigh_groups));
   if (!options.keep_ratio) retained.quality = shape_.quality(options.keep_temperatures);
   if (overlap_) retained.overlap = overlap_->mean();
-  if (context_.retention.kind.prefers_layers) retained.spread = spread_;
+  if (context_.retention.kind.divides_layers) retained.spread = spread_;
   return Status::ok();
 }
 
@@ -245,7 +245,7 @@ void ObservationScorer::add_scores_of_head(const Block& block, int64_t kv_head, 
       .sums = std::span(means_).subspan(kv_head * tokens, tokens),
       .squares = std::span(squares_).subspan(kv_head * tokens, tokens)};
   context_.retention.policy->add_scores(attention, block.scores());
-  if (!context_.retention.kind.prefers_layers) return;
+  if (!context_.retention.kind.divides_layers) return;
   for (int64_t token = 0; token < block.before(tokens); ++token) {
     spread_.change += sample_variance(attention, token);
   }

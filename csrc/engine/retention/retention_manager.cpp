@@ -215,7 +215,7 @@ Status RetentionManager::take_queries(int64_t layer, const PagedAttentionArgs& a
 
 Status RetentionManager::refresh(int64_t layer, int64_t position) {
   if (!context_.plan.keeps_tokens(layer)) return Status::ok();
-  if (context_.retention.kind.prefers_layers) return refresh_layers(layer, position);
+  if (context_.retention.kind.divides_layers) return refresh_layers(layer, position);
   // How many stay is one number for all heads, which must have been weighed by then.
   for (int64_t sequence = 0; context_.retention.shares_groups && sequence < batch_.size();
        ++sequence) {
@@ -311,7 +311,7 @@ Status RetentionManager::choose(int64_t layer, int64_t sequence) {
                            .sinks = batch_.pages(sequence).sinks(layer),
                            .group_tokens = options.group_tokens,
                            .tokens = budgets_.most(layer)};
-  const bool is_ranked = context_.retention.shares_groups || context_.retention.kind.prefers_layers;
+  const bool is_ranked = context_.retention.shares_groups || context_.retention.kind.divides_layers;
   retained.next = context_.retention.policy->select(args);
   if (!is_ranked) std::sort(retained.next->begin(), retained.next->end());
   retained.candidates = static_cast<int64_t>(retained.next->size());

@@ -8,11 +8,11 @@
 namespace kvswap {
 
 /// CAKE 4: tokens of high or changing attention, each query head for itself (8), with their
-/// neighbours; more in layers whose attention is spread and changes (4.1, 4.2).
+/// neighbours; more in layers whose attention is spread and changes.
 class Cake final : public RetentionPolicy {
  public:
   static constexpr RetentionKind kKind = {
-      .name = "cake", .source = "CAKE 4", .prefers_layers = true, .make = &make_retention<Cake>};
+      .name = "cake", .source = "CAKE 4", .divides_layers = true, .make = &make_retention<Cake>};
 
   explicit Cake(const RetentionOptions& options) : options_(options) {}
 
@@ -26,9 +26,11 @@ class Cake final : public RetentionPolicy {
     }
   }
   void smooth(std::span<float> scores) const override { pool_neighbours(scores, options_.pool); }
-  double preference(const AttentionSpread& spread) const override {
-    return spread.preference(options_.preference_temperatures);
-  }
+  /// 4.2: in proportion to what layers are preferred by. What a layer cannot take others have, each
+  /// as many more.
+  std::vector<int64_t> divide(std::span<const LayerPrompt> layers, int64_t total) const override;
+  /// 4.1: dispersion^(1/t1) change^(1/t2) with the settings' t; 0 where nothing changes.
+  double preference(const AttentionSpread& spread) const;
 
  private:
   RetentionOptions options_;

@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "methods/retention/layer_shares.h"
+#include "methods/retention/attention_spread.h"
 #include "methods/retention/observation_window.h"
 
 namespace kvswap {

@@ -20,9 +20,9 @@ std::vector<int32_t> RetentionPolicy::survivors(std::span<const int32_t>,
 
 double RetentionPolicy::share_in_dtype(std::optional<double>, double) const { return 1.0; }
 
-double RetentionPolicy::preference(const AttentionSpread&) const {
+std::vector<int64_t> RetentionPolicy::divide(std::span<const LayerPrompt>, int64_t) const {
   KVSWAP_ASSERT(false);
-  return 0;
+  return {};
 }
 
 }  // namespace kvswap

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "methods/retention/attention_spread.h"
 #include "methods/retention/group_keys.h"
-#include "methods/retention/layer_shares.h"
 #include "methods/retention/top_tokens.h"
 
 namespace kvswap {
@@ -58,6 +58,12 @@ class BlockScores {
   const int32_t* positions_;
 };
 
+/// What a prompt says of a layer.
+struct LayerPrompt {
+  AttentionSpread spread;
+  int64_t candidates = 0;  // tokens that it can retain
+};
+
 /// Where a policy's scores come from.
 enum class ScoredBy {
   kAttention,  ///< what queries pay the tokens before them: of a prompt's end, and of steps
@@ -76,8 +82,8 @@ struct RetentionKind {
   bool accumulates = false;  // attention is summed since the prompt; else since the last refresh
   /// Tokens are retained as they leave the tail. If there is no room, survivors() stay.
   bool retains_online = false;
-  /// Layers differ in how many tokens they retain, by preference() of each prompt's attention.
-  bool prefers_layers = false;
+  /// Layers differ in how many tokens they retain: divide() says it of each prompt.
+  bool divides_layers = false;
   bool keeps_whole_groups = false;  // all tokens of a group score the same
   /// Null: it keeps no tokens.
   std::unique_ptr<const RetentionPolicy> (*make)(const RetentionOptions& options) = nullptr;
@@ -117,8 +123,10 @@ class RetentionPolicy {
   /// layer's prompt, and the largest of all layers; none: it was not measured.
   virtual double share_in_dtype(std::optional<double> quality, double most) const;
 
-  /// With prefers_layers: how much of all layers' tokens one is to have, in any unit.
-  virtual double preference(const AttentionSpread& spread) const;
+  /// With divides_layers: `total` tokens among those layers that the prompt has come to, none of
+  /// which has more than its candidates. Layers come one after the other: one that comes leaves
+  /// none of them more than before, so that fewer than `total` may be left.
+  virtual std::vector<int64_t> divide(std::span<const LayerPrompt> layers, int64_t total) const;
 };
 
 /// RetentionKind::make of a policy that is made of its options.

@@ -5,7 +5,8 @@
 #include <random>
 #include <vector>
 
-#include "methods/retention/layer_shares.h"
+#include "methods/retention/cake.h"
+#include "methods/retention/compresskv.h"
 
 namespace kvswap {
 namespace {
@@ -16,14 +17,32 @@ int64_t sum(const Tokens& tokens) {
   return std::accumulate(tokens.begin(), tokens.end(), int64_t{0});
 }
 
+/// By CAKE, of layers with these preferences: dispersion alone makes them.
+Tokens divide_by_preference(const std::vector<double>& preferences, const Tokens& candidates,
+                            int64_t total) {
+  RetentionOptions options;
+  options.preference_temperatures = {1, 1};
+  std::vector<LayerPrompt> layers;
+  for (size_t layer = 0; layer < preferences.size(); ++layer) {
+    layers.push_back({{.dispersion = preferences[layer], .change = 1}, candidates[layer]});
+  }
+  return Cake(options).divide(layers, total);
+}
+
+double preference(const AttentionSpread& spread, const std::vector<double>& temperatures) {
+  RetentionOptions options;
+  options.preference_temperatures = temperatures;
+  return Cake(options).preference(spread);
+}
+
 TEST(LayerTokens, APreferenceIsTheProductOfRoots) {
   AttentionSpread spread;
   for (const double received : {0.5, 0.25, 0.0, 0.25}) spread.add(received);
   EXPECT_NEAR(spread.dispersion, 1.5 * std::log(2.0), 1e-12);
-  EXPECT_EQ(spread.preference(std::vector{1.0, 1.0}), 0) << "nothing changes";
+  EXPECT_EQ(preference(spread, {1.0, 1.0}), 0) << "nothing changes";
   spread.change = 0.04;
-  EXPECT_NEAR(spread.preference(std::vector{1.0, 1.0}), spread.dispersion * 0.04, 1e-12);
-  EXPECT_NEAR(spread.preference(std::vector{1.0, 2.0}), spread.dispersion * 0.2, 1e-12);
+  EXPECT_NEAR(preference(spread, {1.0, 1.0}), spread.dispersion * 0.04, 1e-12);
+  EXPECT_NEAR(preference(spread, {1.0, 2.0}), spread.dispersion * 0.2, 1e-12);
 }
 
 TEST(LayerTokens, LayersDivideInProportion) {
@@ -33,7 +52,7 @@ TEST(LayerTokens, LayersDivideInProportion) {
   EXPECT_EQ(divide_by_preference(preferences, Tokens{5, 90, 90}, 101), (Tokens{5, 61, 35}));
   EXPECT_EQ(divide_by_preference(preferences, Tokens{5, 5, 5}, 100), (Tokens{5, 5, 5}));
   // Where all are preferred alike by nothing each has as many.
-  EXPECT_EQ(divide_by_preference(std::vector{0.0, 0.0}, Tokens{9, 9}, 7), (Tokens{4, 3}));
+  EXPECT_EQ(divide_by_preference({0.0, 0.0}, Tokens{9, 9}, 7), (Tokens{4, 3}));
   EXPECT_EQ(divide_by_preference({}, {}, 7), Tokens{});
 }
 
@@ -46,8 +65,7 @@ TEST(LayerTokens, AnotherLayerLeavesNobodyMore) {
     Tokens before;
     for (size_t layer = 0; layer < limits.size(); ++layer) {
       preferences.push_back(std::uniform_real_distribution<double>(0.0, 1.0)(random));
-      const Tokens now =
-          divide_by_preference(preferences, std::span(limits).first(layer + 1), total);
+      const Tokens now = divide_by_preference(preferences, limits, total);
       EXPECT_LE(sum(now), total);
       for (size_t other = 0; other < layer; ++other) EXPECT_LE(now[other], before[other]);
       before = now;
