@@ -34,20 +34,27 @@ Status WaitPolicy::check() const {
   return Status::ok();
 }
 
-void WaitPolicy::Watch::look() {
-  const int64_t now = now_ns();
-  if (seconds_between(looked_ns, now) > kStoodStillSeconds) counts_from_ns = now;
+void WaitPolicy::Watch::look(int64_t progressed) {
+  const int64_t before = std::exchange(looked_ns, now_ns());
+  if (std::exchange(progressed_ns, progressed) != progressed) stood_ns = 0;
+  // Each look counts as long as it was to take, so that a wait ends on the slowest machine.
+  constexpr int64_t kLook = std::chrono::nanoseconds(kLookUp).count();
+  const bool stood_still = seconds_between(before, looked_ns) > kStoodStillSeconds;
+  if (stood_still) stood_ns += looked_ns - before - kLook;
 }
 
-Status WaitPolicy::look_up(int64_t since_ns, const std::string& what, Watch& watch) const {
+double WaitPolicy::Watch::seconds() const {
+  return seconds_between(progressed_ns + stood_ns, looked_ns);
+}
+
+Status WaitPolicy::look_up(const std::string& what, Watch& watch) const {
   KVSWAP_RETURN_IF_ERROR(check());
-  const int64_t now = now_ns();
-  const double seconds = seconds_between(since_ns, now);
+  const double seconds = watch.seconds();
   if (seconds > kLogSeconds && !std::exchange(watch.is_logged, true)) {
     log_line("kvswap: " + what + " has taken more than a second");
   }
   // What came while nobody ran is not taken in at once: a call gives it time.
-  const double waited = seconds_between(watch.began_ns, now);
+  const double waited = seconds_between(watch.began_ns, watch.looked_ns);
   const bool is_early = seconds < timeout_seconds_ || waited < std::min(timeout_seconds_, 1.0);
   if (timeout_seconds_ <= 0 || is_early || waits_for_all_) return Status::ok();
   return Status::late(what + " must make progress within io_timeout_seconds (" +

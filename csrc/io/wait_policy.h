@@ -17,9 +17,9 @@ namespace kvswap {
 ///
 /// A call that waits looks up every 100 ms. What it waits for and has made no progress for a second
 /// is logged once, with its place; for longer than the limit it is given up with kLate, once the
-/// call itself has waited for a second. Time in which the process stood still (stopped, or asleep
-/// with its machine) does not count. A call that was asked to end returns kInterrupted. Either way
-/// nothing is lost, and what is in flight stays so.
+/// call itself has waited for a second. Time in which the waiting process stood still (stopped, or
+/// its machine paused) does not count. A call that was asked to end returns kInterrupted. Either
+/// way nothing is lost, and what is in flight stays so.
 ///
 /// Thread rules: stop() and resume() from any thread; set_question() before the first wait.
 class WaitPolicy {
@@ -49,14 +49,12 @@ class WaitPolicy {
               const Ready& ready, const Progressed& progressed_ns, const Describe& describe) const {
     Watch watch;
     while (!changed.wait_for(lock, kLookUp, ready)) {
-      watch.look();
-      const int64_t since_ns = std::max(progressed_ns(), watch.counts_from_ns);
+      watch.look(progressed_ns());
       const std::string what = describe();
       lock.unlock();
-      Status looked = look_up(since_ns, what, watch);
+      Status looked = look_up(what, watch);
       lock.lock();
       if (!looked.is_ok() && !ready()) return looked;
-      watch.looked_ns = now_ns();
     }
     return Status::ok();
   }
@@ -68,12 +66,15 @@ class WaitPolicy {
   struct Watch {
     const int64_t began_ns = now_ns();
     int64_t looked_ns = began_ns;
-    int64_t counts_from_ns = 0;  // since it stood still last
+    int64_t progressed_ns = 0;
+    int64_t stood_ns = 0;  // since then
     bool is_logged = false;
 
-    void look();
+    void look(int64_t progressed);
+    /// At the last look, without progress.
+    double seconds() const;
   };
-  Status look_up(int64_t since_ns, const std::string& what, Watch& watch) const;
+  Status look_up(const std::string& what, Watch& watch) const;
 
   const double timeout_seconds_;
   std::function<bool()> shall_end_;

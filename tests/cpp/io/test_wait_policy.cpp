@@ -79,6 +79,25 @@ TEST(WaitPolicy, DoesNotCountTimeInWhichTheProcessStoodStill) {
   set_log(nullptr);
 }
 
+/// However often it stands still: what hangs is given up.
+TEST(WaitPolicy, EndsOnAMachineThatStandsStillAgainAndAgain) {
+  set_log([](const std::string&) {});
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::unique_lock lock(mutex);
+  const int64_t began_ns = WaitPolicy::now_ns();
+  int looks = 0;
+  const Status waited = WaitPolicy(0.35).wait(
+      lock, changed,
+      [&] {
+        if (++looks % 2 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1100));
+        return looks > 20;
+      },
+      [&] { return began_ns; }, [] { return std::string("read"); });
+  EXPECT_EQ(waited.code(), StatusCode::kLate);
+  set_log(nullptr);
+}
+
 TEST(WaitPolicy, EndsWhenItIsAskedTo) {
   WaitPolicy asked;
   int questions = 0;
