@@ -9,6 +9,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine_run.h"
@@ -65,6 +66,24 @@ class ClusterRun {
   int64_t parts() { return engine().sequences().size(); }
   int64_t heads_apart() { return engine().context().options.heads_apart; }
 
+  /// Where tokens are rounded: keys and values that e4m3 does not hold, each token's of a size of
+  /// its own.
+  Tokens draw_tokens(int64_t batch, int64_t tokens) {
+    Tokens drawn = run_.draw_tokens(batch, tokens);
+    if (options_.records != "fp8") return drawn;
+    drawn.keys = run_.numbers(std::ssize(drawn.keys), 63, 1.0f / 64);
+    for (std::vector<float>* side : {&drawn.keys, &drawn.values}) {
+      float unit = 1;
+      for (size_t i = 0; i < side->size(); ++i) {
+        if (static_cast<int64_t>(i) % options_.head_dim == 0) {
+          unit = std::ldexp(1.0f, -static_cast<int>(run_.draw(0, 12)));
+        }
+        (*side)[i] *= unit;
+      }
+    }
+    return drawn;
+  }
+
   void append(int64_t batch, int64_t tokens, const std::vector<uint8_t>& valid = {},
               const Mend& mend = nullptr) {
     if (!valid.empty()) {
@@ -73,7 +92,7 @@ class ClusterRun {
       repeat(mend, [&] { return engine().declare(batch, tokens, flags); });
     }
     for (int64_t layer = 0; layer < options_.layers; ++layer) {
-      const Tokens drawn = run_.draw_tokens(batch, tokens);
+      const Tokens drawn = draw_tokens(batch, tokens);
       repeat(mend, [&] { return run_.give(layer, drawn, batch); });
       run_.memory().append(layer, batch, drawn);
     }
@@ -90,7 +109,7 @@ class ClusterRun {
       if (looks) {
         repeat(mend, [&] { return engine().look_ahead(layer, run_.view(ahead, tokens), 0.125f); });
       }
-      const Tokens drawn = run_.draw_tokens(batch, tokens);
+      const Tokens drawn = draw_tokens(batch, tokens);
       run_.memory().append(layer, batch, drawn);
       repeat(mend, [&] { return engine().append(layer, run_.view(drawn, batch)); });
       const std::vector<float> query = run_.draw_query(batch, tokens);
@@ -118,7 +137,7 @@ class ClusterRun {
           [&](int64_t, int64_t part, int64_t token) { return seen[part].contains(token); });
       const bool is_known = refused == refused_ || (asks_first && is_trusted);
       if (is_known || engine().sequences().all_fit(layer)) run_.expect_close(output, expected);
-      note_missed(layer, query, tokens, seen);
+      note_missed(layer, query, tokens, seen, std::move(read));
       check_rows(layer);
     }
     run_.compare_state();
@@ -185,6 +204,7 @@ class ClusterRun {
     for (int64_t layer = 0; layer < options_.layers; ++layer) {
       sealed.push_back(engine().sequences().layer(layer).sealed_groups);
     }
+    const PlainMemory before = run_.memory();  // what is padding alone now may have had sinks
     repeat(mend, [&] { return engine().crop(positions); });
     run_.memory().crop(positions);
     for (int64_t layer = 0; layer < options_.layers; ++layer) {
@@ -192,7 +212,10 @@ class ClusterRun {
       const int64_t left = engine().sequences().layer(layer).sealed_groups;
       for (int64_t part = 0; part < parts(); ++part) {
         if (!mend) {
-          round_tokens(run_.memory(), layer, part, left, sealed[layer]);
+          const int64_t group_tokens = options_.group_tokens;
+          round_tokens(run_.memory(), layer, part, left, sealed[layer], [&](int64_t token) {
+            return !before.is_sink(part / heads_apart(), token / group_tokens);
+          });
         } else {
           note_tail(layer, part, left);
         }
@@ -404,16 +427,20 @@ class ClusterRun {
     }
   }
 
-  /// A token's V is as it was given, or as its record has it: so it is from now on.
-  void note_value(int64_t layer, int64_t part, int64_t token, int64_t head,
-                  const std::byte* value) {
-    PlainMemory::Sequence& of = run_.memory().layer(layer).sequences[part / heads_apart()];
-    const std::span<float> row = row_at(of.values, token, head);
+  /// A token's K or V is as it was given, or as its record has it: so it is from now on.
+  void note_side(std::vector<float>& side, int64_t token, int64_t head, const std::byte* held) {
+    const std::span<float> row = row_at(side, token, head);
     const std::vector<float> given(row.begin(), row.end()), rounded = on_disk(row);
     const size_t bytes = row.size() * dtype_bytes(options_.dtype);
-    if (std::memcmp(value, run_.raw(given, 1), bytes) == 0) return;
-    ASSERT_EQ(std::memcmp(value, run_.raw(rounded, 1), bytes), 0) << token;
+    if (std::memcmp(held, run_.raw(given, 1), bytes) == 0) return;
+    ASSERT_EQ(std::memcmp(held, run_.raw(rounded, 1), bytes), 0) << token;
     std::ranges::copy(rounded, row.begin());
+  }
+  void note_token(int64_t layer, int64_t part, int64_t token, int64_t head, const std::byte* key,
+                  const std::byte* value) {
+    PlainMemory::Sequence& of = run_.memory().layer(layer).sequences[part / heads_apart()];
+    note_side(of.keys, token, head, key);
+    note_side(of.values, token, head, value);
   }
 
   /// Where a disk may be bad the tail may have been read from records sooner.
@@ -426,8 +453,8 @@ class ClusterRun {
                     .is_ok());
     for (int64_t head = part % heads_apart(); head < options_.kv_heads; head += heads_apart()) {
       for (int64_t token = begin; token < end; ++token) {
-        note_value(layer, part, token, head,
-                   values.data() + (head * (end - begin) + token - begin) * row);
+        const int64_t at = (head * (end - begin) + token - begin) * row;
+        note_token(layer, part, token, head, keys.data() + at, values.data() + at);
       }
     }
   }
@@ -442,7 +469,8 @@ class ClusterRun {
       const TokenBytes held = token_of_page(shape, page, at % shape.group_tokens);
       for (int64_t head = 0; head < shape.kv_heads; ++head) {
         const int64_t of_model = heads_apart() > 1 ? part % heads_apart() : head;
-        note_value(layer, part, token, of_model, held.value + head * held.value_head_stride);
+        note_token(layer, part, token, of_model, held.key + head * held.key_head_stride,
+                   held.value + head * held.value_head_stride);
       }
     }
   }
@@ -461,10 +489,9 @@ class ClusterRun {
   }
 
   void note_missed(int64_t layer, const std::vector<float>& query, int64_t queries,
-                   const std::vector<std::set<int64_t>>& seen) {
+                   const std::vector<std::set<int64_t>>& seen, PlainMemory memory) {
     if (engine().sequences().all_fit(layer)) return;
     // Of values that are 1 where a token is seen, attention over all tells the share.
-    PlainMemory memory = run_.memory();
     PlainMemory::Sequence& first = memory.layer(layer).sequences.front();
     for (size_t i = 0; i < first.values.size(); ++i) {
       const auto token = static_cast<int64_t>(i) / memory.width();
