@@ -18,10 +18,10 @@ SAME = ("model", "digest", "dtype", "wording", "text", "seed")  # of runs that f
 WHAT = (
     "Presets in {share} of the full cache's memory: {model}, {length:,} tokens, {documents}"
     " documents, {answers} answers, of which the full cache has {full:.2f} right. Each preset has"
-    " its own settings, or the first of its smaller ones that fit. Questions are decoded token by"
-    " token after the document; *known early*: the question stands at the prompt's end. Time: a"
-    " step of `1b` (4 layers), 32,768 tokens, batch 1, random weights, local disk, in the memory"
-    " that the preset takes there."
+    " its own settings, or smaller ones where theirs do not fit with half of their tokens"
+    " selected. Questions are decoded token by token after the document; *known early*: the"
+    " question stands at the prompt's end. Time: a step of `1b` (4 layers), 32,768 tokens, batch"
+    " 1, random weights, local disk, in the memory that the preset takes there."
 )
 BETTER = "Answers: higher is better; bytes and times: lower is better"
 COLUMNS = (

@@ -163,6 +163,17 @@ def cost_lines(cost: Any, path: Path) -> list[str]:
     return lines if cost.left else [lines[0], f"all {_count(cost.runs, 'run')} done before"]
 
 
+def smaller_settings(method: dict[str, Any]) -> dict[str, int]:
+    """What a budget asked for of a preset, and in how many documents."""
+    told: dict[str, int] = {}
+    for run in method["runs"]:
+        smaller = run.get("smaller")
+        if isinstance(smaller, dict) and smaller:
+            words = ", ".join(f"{path}={value}" for path, value in smaller.items())
+            told[words] = told.get(words, 0) + 1
+    return told
+
+
 def show(results: dict[str, Any], console: Console) -> None:
     """The table; lines of methods that cannot do with a budget say why."""
     baseline = results["baseline"]
@@ -177,10 +188,9 @@ def show(results: dict[str, Any], console: Console) -> None:
             table.add_row(escape(method["name"]), method["budget"] or "", *cells(told))
     console.print(table)
     for method in results["methods"]:
-        smaller = next((run["smaller"] for run in method["runs"] if run.get("smaller")), None)
-        if smaller:
-            words = ", ".join(f"{path}={value}" for path, value in smaller.items())
-            what = f"{method['name']} at {method['budget']}: its own settings do not fit; {words}"
+        for words, count in smaller_settings(method).items():
+            of = f"{count} of {_count(len(method['runs']), 'document')}"
+            what = f"{method['name']} at {method['budget']}, smaller in {of}: {words}"
             console.print(escape(what), highlight=False, soft_wrap=True)
     for method in results["methods"]:
         for document, why in sorted(method.get("impossible", {}).items())[:1]:

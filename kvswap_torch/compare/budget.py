@@ -9,7 +9,7 @@ from typing import Any
 
 from kvswap_torch.config import ModelIdentity, SwapConfig
 from kvswap_torch.config.nested import settings_of
-from kvswap_torch.errors import BudgetError, ConfigError
+from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.keep import drops
 from kvswap_torch.preset import Shape, find
@@ -125,15 +125,19 @@ class Bytes:
         if drops(config):
             return FittedPreset(self.with_fewer_tokens(config, budget_bytes))
         best, refused = None, None
-        for step in ({}, *preset.smaller_settings(Shape.of(self.identity))):
+        for step in ({}, *preset.smaller_settings(Shape.of(self.identity), changed)):
             try:
-                tried = SwapConfig.preset(name, step | changed, model=self.identity)
+                tried = SwapConfig.preset(name, changed | step, model=self.identity)
                 settings = self.fitted(tried, budget_bytes, keeps_columns=not preset.divides)
-            except (BudgetError, ConfigError, ValueError) as error:
-                refused = refused or error  # of its own settings, where none fits
+            except BudgetError as error:
+                refused = error  # the last has the least minimum
                 continue
-            known = {*changed, *DIVIDED}
-            fitted = FittedPreset(settings, {k: v for k, v in step.items() if k not in known})
+            except ValueError:
+                if not step:
+                    raise
+                continue  # it does not go with what was changed
+            taken = settings_of(settings)
+            fitted = FittedPreset(settings, {k: taken[k] for k in step if k not in DIVIDED})
             if best is None or selected_tokens(settings) > selected_tokens(best.config):
                 best = fitted
             if 2 * selected_tokens(settings) >= selected_tokens(config):

@@ -122,21 +122,32 @@ class Preset:
     divides: bool = False
     smaller: tuple[Mapping[str, Value], ...] = ()
 
-    def smaller_settings(self, shape: Shape) -> list[dict[str, Any]]:
-        """`smaller`, for a model: larger groups are fewer, and no step has as many columns."""
-        own = _made(self.settings, shape)
+    def smaller_settings(
+        self, shape: Shape, changed: Mapping[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """`smaller`, for a model; larger groups are as many fewer.
+
+        Parameters
+        ----------
+        changed
+            Settings of a user's own, which stay as they are, beside their number of groups.
+        """
+        changed = changed or {}
+        own = _made(self.settings, shape) | dict(changed)
         steps = []
         for step in self.smaller:
-            made = _made(step, shape)
+            made = {n: v for n, v in _made(step, shape).items() if n not in changed}
             rank = own.get("summary.rank")
-            if rank is not None and made.get("summary.rank", 0) >= rank:
-                continue
-            group = made.get("selection.group_tokens", own.get("selection.group_tokens", 1))
-            for name in ("selection.top_k_groups", "memory.pages_per_layer"):
-                if "selection.group_tokens" in made and name in own:
-                    tokens = own[name] * own["selection.group_tokens"]
-                    made[name] = max(1, tokens // group)
-            steps.append(made)
+            has_less = rank is None or made.get("summary.rank", 0) < rank
+            group = made.get("selection.group_tokens")
+            if group is not None and "selection.top_k_groups" in own:
+                tokens = own["selection.group_tokens"]
+                groups = max(1, own["selection.top_k_groups"] * tokens // group)
+                pages = own.get("memory.pages_per_layer", 0) * tokens // group
+                made["selection.top_k_groups"] = groups
+                made["memory.pages_per_layer"] = max(groups, pages)
+            if made and has_less:
+                steps.append(made)
         return steps
 
     def shown(self, shape: Shape) -> dict[str, Any]:

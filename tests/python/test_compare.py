@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 
 from kvswap_torch import SwapConfig, presets
 from kvswap_torch.cli.app import app
-from kvswap_torch.cli.compare import cost_lines
+from kvswap_torch.cli.compare import cost_lines, smaller_settings
 from kvswap_torch.cli.prompt import make_prompt
 from kvswap_torch.compare import asking, results
 from kvswap_torch.compare import budget as compare_budget
 from kvswap_torch.compare.asking import Way, judge
 from kvswap_torch.compare.comparison import Comparison
 from kvswap_torch.compare.data import Question, Questions
+from kvswap_torch.compare.journal import Journal
 from kvswap_torch.compare.method import Budget, Method, with_tokens
 from kvswap_torch.compare.plot import draw, points
 from kvswap_torch.config.nested import settings_of
@@ -502,6 +503,24 @@ def test_the_page_has_every_field_of_the_results() -> None:
     answers = {f"methods[].runs[].answers[].{name}" for name in results.ANSWER}
     assert runs - {"methods[].runs[].answers"} | answers <= fields
     assert {"format", "version", "data.digest", "accuracy", "methods[].name"} <= fields
+
+
+def test_what_a_budget_asked_for_is_told_with_its_documents() -> None:
+    rank = {"summary.rank": 4}
+    runs = [{"smaller": rank}, {}, {"smaller": rank}, {"smaller": rank | {"summary.kind": "mean"}}]
+    told = smaller_settings({"runs": [*runs, {"smaller": ["of others"]}]})
+    assert told == {"summary.rank=4": 2, "summary.rank=4, summary.kind=mean": 1}
+
+
+def test_what_did_not_fit_by_an_older_rule_is_left_to_do(tmp_path) -> None:
+    path, names = tmp_path / "a.jsonl", {"length": 9, "document": 0, "method": "quest"}
+    Journal(path).add(names | {"impossible": "too small"})
+    assert Journal(path).has(9, 0, "quest")
+    path.write_text(json.dumps(names | {"impossible": "too small"}) + "\n", encoding="utf-8")
+    journal = Journal(path)
+    assert not journal.has(9, 0, "quest")
+    journal.add(names | {"answers": []})
+    assert journal.has(9, 0, "quest") and Journal(path).has(9, 0, "quest")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

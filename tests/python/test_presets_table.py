@@ -39,6 +39,16 @@ def test_columns_of_a_preset_are_lowered_where_they_do_not_fit_alone():
     for share in ("1/8", "1/12", "1/14"):
         few = Product.named("shadowkv", {"preset": "shadowkv", "memory": share}, size)
         assert selected_tokens(few.config) <= selected_tokens(SwapConfig.preset("shadowkv"))
+    # Groups of a user's own: smaller ones still attend no more, and his pages suffice.
+    named = {"selection.top_k_groups": "128", "memory.pages_per_layer": "128"}
+    for more in (named, {"selection.top_k_groups": "128"}):
+        quest = {"preset": "quest", "memory": "1/20"} | more
+        own = SwapConfig.preset("quest", {path: int(value) for path, value in more.items()})
+        few = Product.named("quest", quest, size)
+        assert selected_tokens(few.config) <= selected_tokens(own)
+        assert few.config.selection.group_tokens == few.smaller.get(
+            "selection.group_tokens", own.selection.group_tokens
+        )
     # A step that does not go with what was asked for is passed over.
     asked_of = {"preset": "dynakv", "clusters.max_tokens": "20", "memory": "1/400"}
     with pytest.raises(BudgetError, match="kv_memory_bytes"):
