@@ -53,7 +53,7 @@ Status WaitPolicy::look_up(const std::string& what, Watch& watch) const {
   if (seconds > kLogSeconds && !std::exchange(watch.is_logged, true)) {
     log_line("kvswap: " + what + " has taken more than a second");
   }
-  // What came while nobody ran is not taken in at once: a call gives it time.
+  // What came while the process was stopped is not taken in at once: a call gives it time.
   const double waited = seconds_between(watch.began_ns, watch.looked_ns);
   const bool is_early = seconds < timeout_seconds_ || waited < std::min(timeout_seconds_, 1.0);
   if (timeout_seconds_ <= 0 || is_early || waits_for_all_) return Status::ok();

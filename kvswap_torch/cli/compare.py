@@ -16,6 +16,7 @@ from rich.table import Table
 
 from kvswap_torch.cli.completion import preset_names
 from kvswap_torch.cli.load import load_model, load_tokenizer
+from kvswap_torch.cli.presets import words_of
 from kvswap_torch.cli.prompt import make_prompt
 from kvswap_torch.cli.reading import LINE_SECONDS
 from kvswap_torch.cli.saved_app import Weights
@@ -169,7 +170,7 @@ def smaller_settings(method: dict[str, Any]) -> dict[str, int]:
     for run in method["runs"]:
         smaller = run.get("smaller")
         if isinstance(smaller, dict) and smaller:
-            words = ", ".join(f"{path}={value}" for path, value in smaller.items())
+            words = words_of(smaller)
             told[words] = told.get(words, 0) + 1
     return told
 

@@ -119,7 +119,8 @@ def _table(told: list[dict[str, str]]) -> Table:
     return table
 
 
-def _words(settings: dict[str, Any]) -> str:
+def words_of(settings: dict[str, Any]) -> str:
+    """``summary.rank=4, selection.group_tokens=8``."""
     return ", ".join(f"{path}={value}" for path, value in settings.items())
 
 
@@ -133,9 +134,9 @@ def _show(facts: dict[str, Any], console: Console) -> None:
     table.add_row("from", " ".join([facts["paper"], *facts["links"].values()]))
     table.add_row("take it", escape(facts["take"]))
     table.add_row("leave it", escape(facts["leave"]))
-    table.add_row("settings", escape(_words(facts["settings"])))
+    table.add_row("settings", escape(words_of(facts["settings"])))
     for step in facts["smaller"]:
-        table.add_row("smaller", escape(_words(step)))
+        table.add_row("smaller", escape(words_of(step)))
     table.add_row("calibrate", escape(facts["calibrate"]))
     for told in facts["differences"]:
         table.add_row("differs", escape(told))

@@ -58,22 +58,26 @@ TEST(WaitPolicy, GivesACallOfItsOwnASecond) {
   set_log(nullptr);
 }
 
-/// A process that was stopped, or slept with its machine, has not waited meanwhile.
+/// Waits for what last came forward when the call began.
+template <typename Ready>
+Status wait_from_now(const WaitPolicy& patience, const Ready& ready) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::unique_lock lock(mutex);
+  const int64_t began_ns = WaitPolicy::now_ns();
+  return patience.wait(
+      lock, changed, ready, [&] { return began_ns; }, [] { return std::string("read"); });
+}
+
+/// A process that was stopped, or whose machine was paused, has not waited meanwhile.
 TEST(WaitPolicy, DoesNotCountTimeInWhichTheProcessStoodStill) {
   set_log([](const std::string&) {});
   for (const bool stands_still : {false, true}) {
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::unique_lock lock(mutex);
-    const int64_t began_ns = WaitPolicy::now_ns();
     int asked = 0;
-    const Status waited = WaitPolicy(2).wait(
-        lock, changed,
-        [&] {
-          if (stands_still && ++asked == 4) std::this_thread::sleep_for(std::chrono::seconds(3));
-          return asked > 12;
-        },
-        [&] { return began_ns; }, [] { return std::string("read"); });
+    const Status waited = wait_from_now(WaitPolicy(2), [&] {
+      if (stands_still && ++asked == 4) std::this_thread::sleep_for(std::chrono::seconds(3));
+      return asked > 12;
+    });
     EXPECT_EQ(waited.code(), stands_still ? StatusCode::kOk : StatusCode::kLate);
   }
   set_log(nullptr);
@@ -82,18 +86,11 @@ TEST(WaitPolicy, DoesNotCountTimeInWhichTheProcessStoodStill) {
 /// However often it stands still: what hangs is given up.
 TEST(WaitPolicy, EndsOnAMachineThatStandsStillAgainAndAgain) {
   set_log([](const std::string&) {});
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::unique_lock lock(mutex);
-  const int64_t began_ns = WaitPolicy::now_ns();
   int looks = 0;
-  const Status waited = WaitPolicy(0.35).wait(
-      lock, changed,
-      [&] {
-        if (++looks % 2 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1100));
-        return looks > 20;
-      },
-      [&] { return began_ns; }, [] { return std::string("read"); });
+  const Status waited = wait_from_now(WaitPolicy(0.35), [&] {
+    if (++looks % 2 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1100));
+    return looks > 20;
+  });
   EXPECT_EQ(waited.code(), StatusCode::kLate);
   set_log(nullptr);
 }
