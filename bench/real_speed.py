@@ -94,15 +94,15 @@ def main(
     asked = sample.ids[sample.focus :]
     asked = asked.repeat(-(-(steps + WARM) // len(asked)))[: steps + WARM]
     ids = torch.cat([sample.ids[: sample.focus], asked])
-    size = Bytes(network, model_parts(network).shape, sample.focus)
+    size = Bytes(network, model_parts(network).shape, len(ids), path, sample.focus)
     products = [Product.named(name, parse(name)[1], size) for name in methods.split()]
     with ExitStack() as stack:
         caches = open_all(stack, network, products, len(ids), path)
         beside = caches | {FULL: DynamicCache(config=network.config)}
         told = compare(seconds_of_steps(network, beside, ids, sample.focus), products[0].name)
-        for name, cache in caches.items():
+        for product, cache in zip(products, caches.values(), strict=True):
             stats, config = cache.stats(), cache.driver.config
-            told[name] |= {
+            told[product.name] |= {
                 "memory_share": round(stats.resident_bytes_peak / size.full, 4),
                 "bytes_read_per_token": round(stats.bytes_read_per_token),
                 "hit_rate": stats.hit_rate,
@@ -112,6 +112,7 @@ def main(
                 "group_tokens": config.selection.group_tokens,
                 "resident_layers": config.memory.resident_layers,
                 "device": config.storage.simulated_device or "local disk",
+                "smaller": product.smaller,
             }
     Console().print(told)
     if out:

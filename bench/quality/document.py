@@ -51,6 +51,11 @@ class Document:
     ids: torch.Tensor
     samples: tuple[Sample, ...]
 
+    @property
+    def longest(self) -> int:
+        """Tokens with the longest sample that follows."""
+        return len(self.ids) + max(len(sample.ids) for sample in self.samples)
+
 
 class Writer:
     """Writes documents: the same seed, length and number give the same one.

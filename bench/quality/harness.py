@@ -114,7 +114,7 @@ class Harness:
         document = self.writer.write(length, number)
         check_length(document, self.parts.config)
         where = f"{length} tokens, document {number + 1}"
-        size = Bytes(self.model, self.parts.shape, len(document.ids))
+        size = Bytes(self.model, self.parts.shape, document.longest, tokens=len(document.ids))
         progress(f"{where}: what the full cache tells")
         began = time.process_time()
         told = tell(self.model, document)
@@ -155,11 +155,11 @@ def check_length(document: Document, config: Any) -> None:
         With the length that would do.
     """
     most = most_positions(config)
-    follows = max(len(sample.ids) for sample in document.samples)
-    if most is not None and len(document.ids) + follows > most:
+    if most is not None and document.longest > most:
         raise ValueError(
             f"lengths: document and what follows must be at most the {most:,} tokens that the "
-            f"model was made for, come to {len(document.ids) + follows:,}; ask for {most - follows}"
+            f"model was made for, come to {document.longest:,}; ask for "
+            f"{most - document.longest + len(document.ids)}"
         )
 
 

@@ -115,10 +115,9 @@ class Product:
     @torch.inference_mode()
     def run(self, model: Any, document: Document, told: Told) -> dict[str, Any]:
         """Lets every sample follow the document; scored beside what the full cache tells."""
-        context = len(document.ids) + max(len(sample.ids) for sample in document.samples)
         with (
             tempfile.TemporaryDirectory() as folder,
-            self.opened(model, folder, context) as cache,
+            self.opened(model, folder, document.longest) as cache,
         ):
             for ids in document.ids.split(CHUNK):
                 model(input_ids=ids[None], past_key_values=cache, logits_to_keep=1)

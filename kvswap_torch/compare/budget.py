@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from kvswap_torch.config import ModelIdentity, SwapConfig
 from kvswap_torch.config.nested import settings_of
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import model_parts
+from kvswap_torch.hf.need import CacheNeed
+from kvswap_torch.hf.session import alignment_bytes
+from kvswap_torch.hf.settings import Budget
 from kvswap_torch.keep import drops
 from kvswap_torch.preset import Shape, find
 from kvswap_torch.sizing import ModelShape, Request, fit_budget, too_small
-from kvswap_torch.tuning.settings import Demand, Need, engine_need
 
 DIVIDED = ("selection.top_k_groups", "memory.pages_per_layer")  # by any budget
 
@@ -46,16 +50,25 @@ class Bytes:
     model
         A transformers model that `kvswap_torch.KVSwapCache` supports.
     context
-        Tokens of the document.
+        Tokens that a cache must hold: the document, and what follows it.
+    path
+        Folder in which the cache will be; None: that of temporary files.
+    tokens
+        Of the document, whose full cache shares are of; None: the context.
     """
 
-    def __init__(self, model: Any, shape: ModelShape, context: int):
+    def __init__(
+        self,
+        model: Any,
+        shape: ModelShape,
+        context: int,
+        path: str | Path | None = None,
+        tokens: int | None = None,
+    ):
         self.shape, self.context = shape, context
-        self.full = shape.kv_bytes(context)
+        self.full = shape.kv_bytes(tokens or context)
         self._model = model
-
-    def _under(self, budget_bytes: int) -> Need:
-        return engine_need(self._model, Demand(self.context, 1, budget_bytes))
+        self._path = str(path or tempfile.gettempdir())
 
     def fitted(
         self, config: SwapConfig, budget_bytes: int, *, keeps_columns: bool = False
@@ -72,10 +85,28 @@ class Bytes:
         BudgetError
             When even the smallest do not fit.
         """
-        request, need = Request(budget_bytes, self.context, 1), self._under(budget_bytes)
+        request, need = Request(budget_bytes, self.context, 1), self._need(config, budget_bytes)
         on_cpu = model_parts(self._model).device.type == "cpu"  # as hf/settings.py has it
-        return fit_budget(
-            request, self.shape, config, need, may_share=on_cpu, keeps_columns=keeps_columns
+        return need.search(
+            lambda: fit_budget(
+                request,
+                self.shape,
+                config,
+                lambda settings: need(settings, 1, self.context),
+                may_share=on_cpu,
+                keeps_columns=keeps_columns,
+            )
+        )
+
+    def _need(self, config: SwapConfig, budget_bytes: int) -> CacheNeed:
+        """As the cache itself will count that is given what is found."""
+        return CacheNeed(
+            model_parts(self._model),
+            self._path,
+            Budget(budget_bytes, self.context, 1),
+            config,
+            calibrated=config.summary.projection_file is not None,
+            alignment=alignment_bytes(self._path),
         )
 
     @property
@@ -90,8 +121,7 @@ class Bytes:
         BudgetError
             When not even one part in 64 does.
         """
-        need = self._under(budget_bytes)
-        settings = settings_of(config)
+        need, settings = self._need(config, budget_bytes), settings_of(config)
         paths = ("retention.tokens", "selection.recent_tokens")
         shared = {path: settings[path] for path in paths if settings.get(path, 0) >= 64}
 
@@ -99,9 +129,10 @@ class Bytes:
             return config.with_settings({path: n * step // 64 for path, n in shared.items()})
 
         for step in range(64, 0, -1):
-            if need(at(step))["total"] <= budget_bytes:
+            if need(at(step), 1, self.context)["total"] <= budget_bytes:
                 return at(step)
-        raise BudgetError(too_small(Request(budget_bytes, self.context, 1), need(at(1)), at(1)))
+        least = need(at(1), 1, self.context)
+        raise BudgetError(too_small(Request(budget_bytes, self.context, 1), least, at(1)))
 
     def of_preset(
         self, name: str, changed: dict[str, Any], budget_bytes: int | None

@@ -225,16 +225,17 @@ class Comparison:
                 run, document))  # fmt: skip
 
     def _measured(self, run: Run, document: Encoded) -> dict[str, Any]:
-        size = Bytes(self.model, self.parts.shape, document.longest)
-        full = self.parts.shape.kv_bytes(len(document.ids))
-        line: dict[str, Any] = {"tokens": len(document.ids), "full_bytes": full}
+        tokens = len(document.ids)
+        size = Bytes(self.model, self.parts.shape, document.longest, self._path, tokens)
+        full = size.full
+        line: dict[str, Any] = {"tokens": tokens, "full_bytes": full}
         if run.method is None or run.budget is None:
             cache = full_cache(self.model, "compare")
             found = ask_all(self.model, cache, document, self._tokenizer, self.way)
             return line | {"memory_bytes": full} | found
         budget = run.budget
         try:
-            fitted = run.method.fitted(budget, size, full)
+            fitted = run.method.fitted(budget, size)
             most = budget.in_bytes(full) if budget.kind == "bytes" else None
             if fitted is not None and fitted.smaller:
                 line["smaller"] = dict(fitted.smaller)

@@ -116,15 +116,13 @@ class Method:
         find(first)
         return cls(name, first, None, settings)
 
-    def fitted(self, budget: Budget, size: Bytes, full_bytes: int) -> FittedPreset | None:
+    def fitted(self, budget: Budget, size: Bytes) -> FittedPreset | None:
         """Its settings in a budget; None: the cache itself divides the bytes.
 
         Parameters
         ----------
         size
             Of the document with what follows it.
-        full_bytes
-            Of the document's full cache, which a budget may be a share of.
 
         Raises
         ------
@@ -133,7 +131,7 @@ class Method:
         """
         if budget.kind == "tokens":
             return FittedPreset(with_tokens(self._own(size), int(budget.value)))
-        most = budget.in_bytes(full_bytes)
+        most = budget.in_bytes(size.full)
         if self.preset is None:
             own = self._own(size)
             if drops(own):

@@ -7,7 +7,6 @@ the engine's own count says (`memory_need`), with the settings that the cache wo
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import weakref
 from collections.abc import Iterable
@@ -22,14 +21,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import BudgetError
 from kvswap_torch.few_bits import BITS, replace_unloaded
 from kvswap_torch.hf.families import ModelParts, model_parts
-from kvswap_torch.hf.lookahead import LookAhead
+from kvswap_torch.hf.need import CacheNeed
 from kvswap_torch.hf.opening import Wish
 from kvswap_torch.hf.pieces import PIECE_TOKENS
 from kvswap_torch.hf.plug_ins import PlugIns
-from kvswap_torch.hf.session import alignment_bytes, memory_need, session_options
+from kvswap_torch.hf.session import alignment_bytes
 from kvswap_torch.hf.settings import ready_for, settle
 
 UNLOADED = "kvswap_unloaded"  # an attention that only has a shape
@@ -160,25 +158,16 @@ def plan_cache(
     limits = (kv_memory_bytes, max_context, max_batch)
     wish = Wish(path, config, preset, *limits, timeline_spans, keep, PlugIns())
     given, budget, projections, _ = wish.granted(parts)
-    alignment = alignment_bytes(path)
-    ahead = LookAhead(parts, budget.kv_memory_bytes, (given or SwapConfig()).ranks_by_sum)
-
-    def need(chosen: SwapConfig, batch: int, context: int) -> dict[str, int]:
-        beside = ahead.nbytes if chosen.prefetch.mode != "off" else 0
-        session_budget = _without(budget, beside)
-        options = session_options(
-            chosen, parts, path, session_budget, projections is not None, timeline_spans
-        )
-        uses = memory_need(options, batch, context, alignment)
-        grown = {name: uses[name] + beside for name in ("total", "least")}
-        return uses | {"predictor": beside} | grown
-
-    try:
-        chosen = settle(given, parts.shape, budget, need)
-    except BudgetError:
-        if not ahead.take_apart():
-            raise
-        chosen = settle(given, parts.shape, budget, need)
+    need = CacheNeed(
+        parts,
+        path if path is None else str(path),
+        budget,
+        given,
+        calibrated=projections is not None,
+        alignment=alignment_bytes(path),
+        timeline_spans=timeline_spans,
+    )
+    chosen = need.search(lambda: settle(given, parts.shape, budget, need))
     batch, context = ready_for(budget, None)
     uses = need(chosen, batch, context)
     on_disk = 0 if path is None else batch * _disk_bytes(parts, chosen, context, uses)
@@ -189,12 +178,6 @@ def plan_cache(
         disk_bytes=on_disk,
         full_bytes=batch * parts.shape.kv_bytes(context),
     )
-
-
-def _without(budget: Any, beside: int) -> Any:
-    if budget.kv_memory_bytes is None:
-        return budget
-    return dataclasses.replace(budget, kv_memory_bytes=max(1, budget.kv_memory_bytes - beside))
 
 
 def _disk_bytes(parts: ModelParts, config: SwapConfig, context: int, uses: dict[str, int]) -> int:

@@ -66,6 +66,28 @@ def test_columns_of_a_preset_are_lowered_where_they_do_not_fit_alone():
         assert (divided.config, divided.preset) == (None, name)
 
 
+@pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
+@pytest.mark.parametrize("preset", NAMES)
+def test_the_cache_has_the_settings_that_were_found_for_its_budget(preset, tmp_path):
+    model = tiny_model("llama", max_position_embeddings=65536)
+    size = Bytes(model, model_parts(model).shape, 12064, tmp_path, 12000)
+    opened = 0
+    for share in ("1/2", "1/4", "1/7"):
+        asked = {"preset": preset, "memory": share}
+        try:
+            product = Product.named(preset, asked, size)
+        except BudgetError:
+            continue
+        if product.config is None:
+            continue  # the cache divides
+        with product.opened(model, tmp_path, size.context) as cache:
+            has, wanted = cache.driver.config, product.config
+            assert has.selection == wanted.selection and has.summary == wanted.summary
+            assert has.retention == wanted.retention
+        opened += 1
+    assert opened > 0 or preset in ("kvswap", "kvswap-fp8")
+
+
 def run(methods: dict, documents: int = 1, **changed) -> dict:
     """A results file of one length, made up."""
     part = {"documents": documents, "methods": methods}
