@@ -1,3 +1,4 @@
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -15,9 +16,31 @@ namespace {
 
 constexpr size_t kStackBytes = 128 * 1024;
 constexpr int kWarp = 32;
+constexpr int kThreads = 1024;  // of a block, at most
+
+/// A place to go on from. A jump asks the kernel for nothing, where swapcontext() does so for the
+/// signals' mask; but sanitizers know the latter alone.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+struct Place {
+  ucontext_t context;
+};
+void go(Place& from, Place& to) { swapcontext(&from.context, &to.context); }
+#else
+struct Place {
+  ucontext_t context;
+  jmp_buf left;
+  bool was_left = false;
+};
+void go(Place& from, Place& to) {
+  from.was_left = true;
+  if (_setjmp(from.left) != 0) return;
+  if (to.was_left) _longjmp(to.left, 1);
+  setcontext(&to.context);
+}
+#endif
 
 struct Fiber {
-  ucontext_t context;
+  Place place;
   std::unique_ptr<char[]> stack;
   bool is_done = false;
   bool is_waiting = false;
@@ -34,7 +57,7 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   const std::function<void()>* body = nullptr;
-  ucontext_t scheduler;
+  Place scheduler;
   int count = 0;
   int current = 0;
   int alive = 0;
@@ -51,7 +74,7 @@ thread_local Block state;
 }
 
 void yield() {
-  swapcontext(&state.fibers[state.current].context, &state.scheduler);
+  go(state.fibers[state.current].place, state.scheduler);
   here.thread.x = static_cast<unsigned>(state.current);
 }
 
@@ -61,22 +84,28 @@ void release_barrier() {
   ++state.events;
 }
 
+/// One thread of each block, of one block after another.
 void enter() {
-  (*state.body)();
-  state.fibers[state.current].is_done = true;
-  --state.alive;
-  ++state.events;
-  if (state.alive > 0 && state.at_barrier == state.alive) release_barrier();
+  while (true) {
+    (*state.body)();
+    state.fibers[state.current].is_done = true;
+    --state.alive;
+    ++state.events;
+    if (state.alive > 0 && state.at_barrier == state.alive) release_barrier();
+    yield();
+  }
 }
 
 void start(Fiber& fiber) {
-  if (!fiber.stack) fiber.stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
   fiber.is_done = fiber.is_waiting = false;
-  getcontext(&fiber.context);
-  fiber.context.uc_stack.ss_sp = fiber.stack.get();
-  fiber.context.uc_stack.ss_size = kStackBytes;
-  fiber.context.uc_link = &state.scheduler;
-  makecontext(&fiber.context, enter, 0);
+  if (fiber.stack) return;
+  fiber.stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
+  ucontext_t& context = fiber.place.context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = fiber.stack.get();
+  context.uc_stack.ss_size = kStackBytes;
+  context.uc_link = nullptr;
+  makecontext(&context, enter, 0);
 }
 
 std::vector<int> thread_order(int count) {
@@ -101,7 +130,7 @@ void run_block() {
       if (fiber.is_done || fiber.is_waiting) continue;
       state.current = thread;
       here.thread.x = static_cast<unsigned>(thread);
-      swapcontext(&state.scheduler, &fiber.context);
+      go(state.scheduler, fiber.place);
     }
     if (state.events == before) stop("threads wait for one another for ever");
   }
@@ -130,11 +159,11 @@ const uint64_t* exchange(uint64_t value) {
 }
 
 void run(dim3 grid, dim3 block, const std::function<void()>& body) {
-  if (block.x % kWarp != 0 || block.y != 1 || block.z != 1 || block.x > 1024) {
+  if (block.x % kWarp != 0 || block.y != 1 || block.z != 1 || block.x > kThreads) {
     stop("a block must be whole warps in one dimension, at most 1024 threads");
   }
   state.count = static_cast<int>(block.x);
-  if (state.fibers.size() < block.x) state.fibers.resize(block.x);
+  if (state.fibers.empty()) state.fibers.resize(kThreads);  // they never move
   state.warps.assign(block.x / kWarp, {});
   state.body = &body;
   here.block_size = block;
