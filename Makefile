@@ -98,7 +98,9 @@ FUZZ_FLAGS = -DKVSWAP_SANITIZE=address,undefined -DKVSWAP_SANITIZE_ROOMS='io|sto
   -DCMAKE_CXX_COMPILER=$(CLANG) -DCMAKE_CXX_FLAGS=-fsanitize=fuzzer-no-link
 endif
 
-SHORT_TEST = ROOMS="$(SHORT_ROOMS)" ARGS="-L '$(subst $() ,|,$(SHORT_ROOMS))'"
+# Of the settings that clusters live under, others have these among theirs.
+SELDOM := Lives/.*/(mass|max|score|many_splits|nothing_waits|no_reuse|pools|narrow_pools|room_for_all)
+SHORT_TEST = ROOMS="$(SHORT_ROOMS)" ARGS="-L '$(subst $() ,|,$(SHORT_ROOMS))' -E '$(SELDOM)'"
 HAS_PLAIN_LAYOUT = [[ -n '$(PLAIN_LAYOUT)' || $$(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 32) -le 28 ]]
 
 # LeakSanitizer stops where a container forbids ptrace.
@@ -109,7 +111,6 @@ sanitize-short: sanitize-short-thread sanitize-short-address  ## a part under ea
 
 sanitize-short-address: $(STAMP)  ## readers, queue, store, files from outside under ASan and UBSan
 	@$(CHECKS_LEAKS) || export ASAN_OPTIONS=detect_leaks=0; \
-	export KVSWAP_TEST_LIVES=3; \
 	if $(HAS_PLAIN_LAYOUT); then \
 	  $(call LOCK,short-address) $(SUB) locked-core DIR=build/short-address $(SHORT_TEST) \
 	    FLAGS="$(SHORT_ADDRESS)" UNDER="$(PLAIN_LAYOUT)" && \
@@ -278,11 +279,13 @@ test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 	@$(SUB) docs
 
 # One process for each processor: the time limit of a single test is not meant for these.
+LONG_ROOMS := engine fake_cuda
 .PHONY: test-long
-test-long: $(STAMP)  ## the engine on the real CUDA device path, over a fake CUDA runtime, in full; minutes
-	@$(call LOCK,core) $(SUB) locked-core DIR=build/core ROOM=fake_cuda ARGS="-E ."
-	seq 0 $$(( $(JOBS) - 1 )) | KVSWAP_TEST_LONG=1 GTEST_TOTAL_SHARDS=$(JOBS) xargs -P $(JOBS) -I{} \
-	  env GTEST_SHARD_INDEX={} build/core/tests/cpp/test_fake_cuda --gtest_brief=1
+test-long: $(STAMP)  ## random lives in full, on the host and over a fake CUDA runtime; some 15 minutes
+	@$(call LOCK,core) $(SUB) locked-core DIR=build/core ARGS="-E ."
+	for room in $(LONG_ROOMS); do for part in $$(seq 0 $$(( $(JOBS) - 1 ))); do echo $$room $$part; done; done | \
+	  KVSWAP_TEST_LONG=1 GTEST_TOTAL_SHARDS=$(JOBS) xargs -P $(JOBS) -L1 sh -c \
+	  'GTEST_SHARD_INDEX=$$1 exec build/core/tests/cpp/test_$$0 --gtest_brief=1'
 
 demo:  ## a long document answered from a KV cache on disk, next to the full cache
 	@.ci/plan $(VENV)

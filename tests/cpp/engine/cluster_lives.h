@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cluster_run.h"
+#include "how_long.h"
 
 namespace kvswap {
 

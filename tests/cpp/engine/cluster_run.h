@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <functional>
 #include <map>
@@ -38,13 +39,18 @@ inline EngineOptions cluster_options(const std::string& directory, int64_t group
 /// A token's K or V of one head as e4m3 has it, with a power of two of its own: four significant
 /// bits, and steps of 2^-9 of that power at least. For numbers that are far from fp32's ends.
 inline std::vector<float> rounded_row(std::vector<float> row) {
+  const auto exponent = [](float value) {
+    return static_cast<int>(std::bit_cast<uint32_t>(value) >> 23 & 255) - 127;
+  };
   float largest = 0;
   for (const float each : row) largest = std::max(largest, std::fabs(each));
-  int power = -117;
+  int power = std::max(-117, exponent(largest) - 9);
   while (largest > std::ldexp(448.0f, power)) ++power;
   for (float& each : row) {
-    const int step = each == 0 ? 0 : std::max(std::ilogb(each) - 3, power - 9);
-    each = std::ldexp(std::nearbyint(std::ldexp(each, -step)), step);
+    // Beside a number whose last bit is the step there is no place for what is smaller.
+    const int step = std::max(exponent(each) - 3, power - 9);
+    const float beside = 1.5f * std::bit_cast<float>(static_cast<uint32_t>(step + 23 + 127) << 23);
+    each = (each + beside) - beside;
   }
   return row;
 }
@@ -134,7 +140,7 @@ class ClusterRun {
       if (testing::Test::HasFatalFailure()) return;
       const auto expected = read.attend_over(
           layer, query, tokens, 0.125,
-          [&](int64_t, int64_t part, int64_t token) { return seen[part].contains(token); });
+          [&](int64_t, int64_t part, int64_t token) { return seen[part][token] != 0; });
       const bool is_known = refused == refused_ || (asks_first && is_trusted);
       if (is_known || engine().sequences().all_fit(layer)) run_.expect_close(output, expected);
       note_missed(layer, query, tokens, seen, std::move(read));
@@ -347,35 +353,32 @@ class ClusterRun {
   void check_records(int64_t layer) {
     EngineContext& parts = const_cast<EngineContext&>(engine().context());
     const RecordShape shape = parts.options.record_shape();
-    auto memory = share_aligned_bytes(parts.record_bytes(), AtEnd::kLeft);
-    ASSERT_TRUE(memory.is_ok());
     for (int64_t part = 0; part < this->parts(); ++part) {
       const auto& [clusters, pages] = row(layer, part);
+      std::map<int64_t, std::vector<int64_t>> tokens_of;  // slots of pages -> tokens
       for (int64_t token = 0; token < clusters.left(); ++token) {
         const int32_t place = pages.place(token);
-        if (place < 0) continue;
-        Fetch fetch;
-        fetch.layer = layer;
-        fetch.loads.push_back({.sequence = part,
-                               .group = page_id(place / shape.group_tokens),
-                               .target = memory.value().get()});
-        ASSERT_TRUE(parts.fetcher->submit(fetch).is_ok());
-        ASSERT_TRUE(parts.fetcher->finish(fetch).is_ok());
-        PlainMemory::Sequence& retained =
-            run_.memory().layer(layer).sequences[part / heads_apart()];
-        const int64_t row_bytes = shape.head_dim * shape.element_bytes;
-        for (int64_t head = 0; head < shape.kv_heads; ++head) {
-          const int64_t of_model = heads_apart() > 1 ? part % heads_apart() : head;
-          const std::vector<float> rows[] = {on_disk(row_at(retained.keys, token, of_model)),
-                                             on_disk(row_at(retained.values, token, of_model))};
-          const std::byte* key =
-              memory.value().get() +
-              (2 * head * shape.group_tokens + place % shape.group_tokens) * row_bytes;
-          ASSERT_EQ(std::memcmp(key, run_.raw(rows[0], 0), row_bytes), 0);
-          ASSERT_EQ(
-              std::memcmp(key + shape.group_tokens * row_bytes, run_.raw(rows[1], 1), row_bytes),
-              0);
+        if (place >= 0) tokens_of[place / shape.group_tokens].push_back(token);
+      }
+      if (tokens_of.empty()) continue;
+      auto memory = share_aligned_bytes(std::ssize(tokens_of) * parts.record_bytes(), AtEnd::kLeft);
+      ASSERT_TRUE(memory.is_ok());
+      Fetch fetch;
+      fetch.layer = layer;
+      std::byte* target = memory.value().get();
+      for (const auto& [slot, tokens] : tokens_of) {
+        fetch.loads.push_back({.sequence = part, .group = page_id(slot), .target = target});
+        target += parts.record_bytes();
+      }
+      ASSERT_TRUE(parts.fetcher->submit(fetch).is_ok());
+      ASSERT_TRUE(parts.fetcher->finish(fetch).is_ok());
+      const std::byte* record = memory.value().get();
+      for (const auto& [slot, tokens] : tokens_of) {
+        for (const int64_t token : tokens) {
+          check_token(layer, part, token, record);
+          if (testing::Test::HasFatalFailure()) return;
         }
+        record += parts.record_bytes();
       }
     }
   }
@@ -392,11 +395,28 @@ class ClusterRun {
     ASSERT_TRUE(called.is_ok()) << called.message();
   }
   int refused() const { return refused_; }
-  /// The shares of the first sequence's attention that steps of a layer missed where they chose:
+  /// With audits: the shares of the first sequence's attention that a layer's steps missed:
   /// means over heads and queries.
   const std::vector<double>& missed(int64_t layer) { return missed_[layer]; }
 
  private:
+  /// Its page's record has what it is.
+  void check_token(int64_t layer, int64_t part, int64_t token, const std::byte* record) {
+    const RecordShape shape = engine().context().options.record_shape();
+    PlainMemory::Sequence& retained = run_.memory().layer(layer).sequences[part / heads_apart()];
+    const int64_t row_bytes = shape.head_dim * shape.element_bytes;
+    const int64_t at = row(layer, part).pages.place(token) % shape.group_tokens;
+    for (int64_t head = 0; head < shape.kv_heads; ++head) {
+      const int64_t of_model = heads_apart() > 1 ? part % heads_apart() : head;
+      const std::vector<float> rows[] = {on_disk(row_at(retained.keys, token, of_model)),
+                                         on_disk(row_at(retained.values, token, of_model))};
+      const std::byte* key = record + (2 * head * shape.group_tokens + at) * row_bytes;
+      ASSERT_EQ(std::memcmp(key, run_.raw(rows[0], 0), row_bytes), 0) << token;
+      const std::byte* value = key + shape.group_tokens * row_bytes;
+      ASSERT_EQ(std::memcmp(value, run_.raw(rows[1], 1), row_bytes), 0) << token;
+    }
+  }
+
   /// Of one token and KV head.
   std::span<float> row_at(std::vector<float>& side, int64_t token, int64_t head) {
     const int64_t at = (token * options_.kv_heads + head) * options_.head_dim;
@@ -489,14 +509,14 @@ class ClusterRun {
   }
 
   void note_missed(int64_t layer, const std::vector<float>& query, int64_t queries,
-                   const std::vector<std::set<int64_t>>& seen, PlainMemory memory) {
-    if (engine().sequences().all_fit(layer)) return;
+                   const std::vector<std::vector<uint8_t>>& seen, PlainMemory memory) {
+    if (options_.audit_every == 0 || engine().sequences().all_fit(layer)) return;
     // Of values that are 1 where a token is seen, attention over all tells the share.
     PlainMemory::Sequence& first = memory.layer(layer).sequences.front();
     for (size_t i = 0; i < first.values.size(); ++i) {
       const auto token = static_cast<int64_t>(i) / memory.width();
       const auto head = static_cast<int64_t>(i) % memory.width() / options_.head_dim;
-      first.values[i] = seen[head % heads_apart()].contains(token) ? 1.0f : 0.0f;
+      first.values[i] = seen[head % heads_apart()][token];
     }
     const auto shares = memory.attend_over(layer, query, queries, 0.125,
                                            [](int64_t, int64_t, int64_t) { return true; });
@@ -505,12 +525,12 @@ class ClusterRun {
                              std::accumulate(shares.begin(), shares.begin() + count, 0.0) / count);
   }
 
-  /// What the next attend() attends over, of all parts' tokens.
-  std::vector<std::set<int64_t>> seen_tokens(int64_t layer,
-                                             const std::vector<std::vector<int32_t>>& chosen) {
+  /// 1 for what the next attend() attends over, of each part's tokens; 0 for others.
+  std::vector<std::vector<uint8_t>> seen_tokens(int64_t layer,
+                                                const std::vector<std::vector<int32_t>>& chosen) {
     const int64_t group_tokens = options_.group_tokens;
     const Batch& batch = engine().sequences();
-    std::vector<std::set<int64_t>> seen(parts());
+    std::vector<std::vector<uint8_t>> seen(parts());
     for (int64_t part = 0; part < parts(); ++part) {
       const auto& [clusters, pages] = row(layer, part);
       const std::set<int64_t> ids(chosen[part].begin(), chosen[part].end());
@@ -520,11 +540,9 @@ class ClusterRun {
         const int32_t place = has_left ? pages.place(token) : -1;
         const bool is_chosen = place >= 0 && ids.contains(page_id(place / group_tokens));
         const bool waits = has_left && pages.waiting_at(token) >= 0;
-        if (group >= batch.layer(layer).sealed_groups ||
-            run_.memory().is_sink(part / heads_apart(), group) ||
-            (batch.fits(layer, part) ? ids.contains(group) : is_chosen || waits)) {
-          seen[part].insert(token);
-        }
+        seen[part].push_back(group >= batch.layer(layer).sealed_groups ||
+                             run_.memory().is_sink(part / heads_apart(), group) ||
+                             (batch.fits(layer, part) ? ids.contains(group) : is_chosen || waits));
       }
     }
     return seen;

@@ -65,8 +65,10 @@ void expect_same_pages(ClusterRun& one, ClusterRun& other, int64_t layers) {
 class SavedClusters : public ClusterLives {};
 
 TEST_P(SavedClusters, GoOnAsTheOneThatWasNeverSaved) {
+  int64_t begin = 0;
   for (const char* how : {"linked", "copied", "forked"}) {
-    for (uint64_t seed = 0; seed < 2 && !HasFatalFailure(); ++seed) {
+    ++begin;
+    for (int64_t seed = begin; seed < begin + lives(1, 2) && !HasFatalFailure(); ++seed) {
       SCOPED_TRACE(testing::Message() << how << " " << seed);
       const EngineOptions options = this->options(seed % 2 ? 4 : 8);
       ClusterRun never(options, seed), run(options, seed);
@@ -110,7 +112,7 @@ TEST_P(SavedClusters, GoOnAsTheOneThatWasNeverSaved) {
 /// does not say when the threshold was settled, too.
 TEST_P(SavedClusters, GoOnAfterACropAsTheOneThatWasNeverSaved) {
   int count = 0;
-  for (int64_t cut = 1; cut < 150 && !HasFatalFailure(); cut += 21) {
+  for (int64_t cut = 1; cut < 150 && !HasFatalFailure(); cut += 21 * stride(3)) {
     const char* how = std::vector{"linked", "copied", "forked"}[count++ % 3];
     SCOPED_TRACE(testing::Message() << how << " " << cut);
     const EngineOptions options = this->options();

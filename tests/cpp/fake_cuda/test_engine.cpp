@@ -1,6 +1,5 @@
 // The real CudaDevice and the engine over it, with every kernel: random lives, as on the host.
 
-#include <cstdlib>
 #include <memory>
 
 #include "device/cuda/cuda_device.h"
@@ -8,12 +7,11 @@
 #include "engine/engine_run.h"
 #include "engine/random_life.h"
 #include "engine/saved_engine.h"
+#include "how_long.h"
 
 namespace kvswap {
 namespace {
 
-/// `make test-long`: every life in full, where else one that is short.
-bool is_long() { return std::getenv("KVSWAP_TEST_LONG") != nullptr; }
 int64_t steps() { return is_long() ? 60 : KVSWAP_CPU_IS_EMULATED ? 5 : 12; }
 
 EngineOptions on_cuda(EngineOptions options) {
@@ -28,9 +26,9 @@ class CudaLife : public testing::TestWithParam<Shape> {};
 TEST_P(CudaLife, LosesNothingAndAttendsOverTheBest) {
   const TestDirectory directory;
   const EngineOptions options = on_cuda(options_of(GetParam(), directory.path()));
-  for (uint64_t seed = 1; seed <= (is_long() ? 4 : 1); ++seed) {
+  for (int64_t seed = 1; seed <= lives(1, 4); ++seed) {
     SCOPED_TRACE(seed);
-    const fake_cuda::Machine machine({.seed = seed});
+    const fake_cuda::Machine machine({.seed = static_cast<uint64_t>(seed)});
     {
       DeviceTensors tensors;
       EngineRun run(options, seed, nullptr, tensors);
@@ -72,7 +70,7 @@ TEST_F(CudaEngine, CrossesTheChunksOfSummariesAndOfWrites) {
 
 TEST_F(CudaEngine, IsSavedAndGoesOnAsItWould) {
   const EngineOptions options = on_cuda(small_options(directory_.path()));
-  for (uint64_t seed = 0; seed < (is_long() ? 6 : 1); ++seed) {
+  for (int64_t seed = 0; seed < lives(1, 6); ++seed) {
     SCOPED_TRACE(seed);
     DeviceTensors tensors;
     EngineRun run(options, seed, nullptr, tensors);
