@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,16 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class ModelAsked:
+    """A model's config, equal to others that say the same."""
+
+    said: str
+    dtype: torch.dtype
+    weights: str | None
+    config: Any = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
 class Place:
     """What there is: bytes of memory and of disk, and what interpreter and libraries take."""
 
@@ -121,10 +132,24 @@ def estimate(asked: Asked, fixed: int) -> Fit:
 
 def _of_model(asked: Asked) -> tuple[Any, int, Activations]:
     """The model without weights; bytes of weights, and activations."""
-    model = unloaded_model(asked.config, asked.dtype, asked.weights)
-    weights = weight_bytes(model) if asked.stored_bytes is None else asked.stored_bytes
+    said = f"{type(asked.config)} {asked.config.to_json_string()}"
+    shape = ModelAsked(said, asked.dtype, asked.weights, asked.config)
+    model, weights = _unloaded(shape)
     chunk = min(asked.chunk, asked.context)
-    return model, weights, activations(model, asked.batch, chunk, asked.is_wide)
+    held = _activations(shape, asked.batch, chunk, asked.is_wide)
+    return model, weights if asked.stored_bytes is None else asked.stored_bytes, held
+
+
+# A second for each large model, and advice asks for the same one with other options.
+@functools.lru_cache(maxsize=16)
+def _unloaded(shape: ModelAsked) -> tuple[Any, int]:
+    model = unloaded_model(shape.config, shape.dtype, shape.weights)
+    return model, weight_bytes(model)
+
+
+@functools.lru_cache(maxsize=64)
+def _activations(shape: ModelAsked, batch: int, chunk: int, is_wide: bool) -> Activations:
+    return activations(_unloaded(shape)[0], batch, chunk, is_wide)
 
 
 def advice(fit: Fit, place: Place) -> str:
