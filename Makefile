@@ -99,9 +99,10 @@ FUZZ_FLAGS = -DKVSWAP_SANITIZE=address,undefined -DKVSWAP_SANITIZE_ROOMS='io|sto
   -DCMAKE_CXX_COMPILER=$(CLANG) -DCMAKE_CXX_FLAGS=-fsanitize=fuzzer-no-link
 endif
 
-# Of the settings that clusters live under, others have these among theirs.
-SELDOM := Lives/.*/(mass|max|score|many_splits|nothing_waits|no_reuse|pools|narrow_pools|room_for_all)
-SHORT_TEST = ROOMS="$(SHORT_ROOMS)" ARGS="-L '$(subst $() ,|,$(SHORT_ROOMS))' -E '$(SELDOM)'"
+# Of the settings that clusters live under, others have these, or nearly these, among theirs.
+SELDOM := Lives/.*/(mass|max|no_reuse|pools|narrow_pools)
+SHORT_TEST = ROOMS="$(SHORT_ROOMS)" \
+  ARGS="-L '$(subst $() ,|,$(SHORT_ROOMS))' -E '$(SELDOM)'"
 HAS_PLAIN_LAYOUT = [[ -n '$(PLAIN_LAYOUT)' || $$(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 32) -le 28 ]]
 
 # LeakSanitizer stops where a container forbids ptrace.
@@ -284,7 +285,8 @@ LONG_ROOMS := engine fake_cuda
 .PHONY: test-long
 test-long: $(STAMP)  ## random lives in full, on the host and over a fake CUDA runtime; some 15 minutes
 	@$(call LOCK,core) $(SUB) locked-core DIR=build/core ARGS="-E ."
-	for room in $(LONG_ROOMS); do for part in $$(seq 0 $$(( $(JOBS) - 1 ))); do echo $$room $$part; done; done | \
+	for room in $(LONG_ROOMS); do \
+	  for part in $$(seq 0 $$(( $(JOBS) - 1 ))); do echo $$room $$part; done; done | \
 	  KVSWAP_TEST_LONG=1 GTEST_TOTAL_SHARDS=$(JOBS) xargs -P $(JOBS) -L1 sh -c \
 	  'GTEST_SHARD_INDEX=$$1 exec build/core/tests/cpp/test_$$0 --gtest_brief=1'
 

@@ -3,8 +3,9 @@
     make release VERSION=0.2.0
 
 The version stands in kvswap_torch/version.py alone; this changes no file. First come the checks
-that take no time, all of whose findings are reported together; then ``make test``, which builds the
-docs too, ``make docs-run``, which types what the pages say in a fresh clone, and ``make wheel``.
+that take no time, all of whose findings are reported together; then ``make test``, which builds
+the docs too, ``make test-long``, ``make docs-run``, which types what the pages say in a fresh
+clone, and ``make wheel``.
 The tag is annotated with the version's part of CHANGELOG.md. It stays on this machine until it is
 pushed.
 """
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
-CHECKS = (("make", "test"), ("make", "docs-run"), ("make", "wheel"))
+CHECKS = (("make", "test"), ("make", "test-long"), ("make", "docs-run"), ("make", "wheel"))
 HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 Run = Callable[[Sequence[str]], None]
 

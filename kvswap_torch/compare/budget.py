@@ -13,8 +13,9 @@ from kvswap_torch.config import ModelIdentity, SwapConfig
 from kvswap_torch.config.nested import settings_of
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.families import model_parts
+from kvswap_torch.hf.lookahead import LookAhead
 from kvswap_torch.hf.need import CacheNeed
-from kvswap_torch.hf.session import alignment_bytes
+from kvswap_torch.hf.plug_ins import PlugIns
 from kvswap_torch.hf.settings import Budget
 from kvswap_torch.keep import drops
 from kvswap_torch.preset import Shape, find
@@ -71,7 +72,12 @@ class Bytes:
         self._path = str(path or tempfile.gettempdir())
 
     def fitted(
-        self, config: SwapConfig, budget_bytes: int, *, keeps_columns: bool = False
+        self,
+        config: SwapConfig,
+        budget_bytes: int,
+        *,
+        keeps_columns: bool = False,
+        plug_ins: PlugIns | None = None,
     ) -> SwapConfig:
         """The settings that the cache itself would take under ``kv_memory_bytes``.
 
@@ -79,13 +85,16 @@ class Bytes:
         ----------
         keeps_columns
             But with all columns: they belong to what a method is.
+        plug_ins
+            Of a class of the user's: what it keeps is of the budget.
 
         Raises
         ------
         BudgetError
             When even the smallest do not fit.
         """
-        request, need = Request(budget_bytes, self.context, 1), self._need(config, budget_bytes)
+        request = Request(budget_bytes, self.context, 1)
+        need = self._need(config, budget_bytes, plug_ins)
         on_cpu = model_parts(self._model).device.type == "cpu"  # as hf/settings.py has it
         return need.search(
             lambda: fit_budget(
@@ -98,15 +107,18 @@ class Bytes:
             )
         )
 
-    def _need(self, config: SwapConfig, budget_bytes: int) -> CacheNeed:
+    def _need(
+        self, config: SwapConfig, budget_bytes: int, plug_ins: PlugIns | None = None
+    ) -> CacheNeed:
         """As the cache itself will count that is given what is found."""
+        parts = model_parts(self._model)
         return CacheNeed(
-            model_parts(self._model),
+            parts,
             self._path,
             Budget(budget_bytes, self.context, 1),
-            config,
+            LookAhead(parts, budget_bytes, config.ranks_by_sum),
             calibrated=config.summary.projection_file is not None,
-            alignment=alignment_bytes(self._path),
+            plug_ins=plug_ins,
         )
 
     @property
@@ -139,8 +151,9 @@ class Bytes:
     ) -> FittedPreset:
         """A preset's settings, changed ones among them, in a budget.
 
-        Its own where at least half of their tokens are selected; else the first of its `smaller`
-        ones with which as many are; where there are none, those of all that select most.
+        They are those for disks of blocks of 4,096 bytes, so that every disk compares the same.
+        Its own where enough of their tokens are selected, half as a rule; else the first of its
+        `smaller` ones with which as many are; where there are none, those of all that select most.
 
         Raises
         ------
@@ -171,7 +184,7 @@ class Bytes:
             fitted = FittedPreset(settings, {k: taken[k] for k in step if k not in DIVIDED})
             if best is None or selected_tokens(settings) > selected_tokens(best.config):
                 best = fitted
-            if 2 * selected_tokens(settings) >= selected_tokens(config):
+            if selected_tokens(settings) >= preset.enough * selected_tokens(config):
                 return fitted
         if best is None:
             assert refused is not None

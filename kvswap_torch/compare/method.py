@@ -16,6 +16,7 @@ from kvswap_torch.config import PATHS, SwapConfig
 from kvswap_torch.config.nested import settings_of
 from kvswap_torch.errors import BudgetError, ConfigError
 from kvswap_torch.heads_file import read_heads
+from kvswap_torch.hf.plug_ins import PlugIns
 from kvswap_torch.keep import drops, with_keep
 from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.plug_ins import GroupScores, TokenScores
@@ -136,7 +137,8 @@ class Method:
             own = self._own(size)
             if drops(own):
                 return FittedPreset(size.with_fewer_tokens(own, most))
-            return FittedPreset(size.fitted(own, most, keeps_columns=True))
+            plug_ins = PlugIns(*self._plug_ins())
+            return FittedPreset(size.fitted(own, most, keeps_columns=True, plug_ins=plug_ins))
         if find(self.preset).divides and not self.settings:
             return None
         return size.of_preset(self.preset, self.settings, most)
@@ -169,7 +171,7 @@ class Method:
         """
         from kvswap_torch import KVSwapCache
 
-        plug_in = None if self.plug_in is None else self.plug_in()
+        group_scores, token_scores = self._plug_ins()
         return KVSwapCache(
             model,
             path=path,
@@ -178,9 +180,15 @@ class Method:
             kv_memory_bytes=budget_bytes,
             max_context=context,
             max_batch=1,
-            group_scores=plug_in if isinstance(plug_in, GroupScores) else None,
-            token_scores=plug_in if isinstance(plug_in, TokenScores) else None,
+            group_scores=group_scores,
+            token_scores=token_scores,
         )
+
+    def _plug_ins(self) -> tuple[GroupScores | None, TokenScores | None]:
+        """An object of its class."""
+        made = None if self.plug_in is None else self.plug_in()
+        groups = made if isinstance(made, GroupScores) else None
+        return groups, made if isinstance(made, TokenScores) else None
 
 
 def with_tokens(config: SwapConfig, tokens: int) -> SwapConfig:

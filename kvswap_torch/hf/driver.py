@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-import functools
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,14 @@ import torch
 
 from kvswap_torch.chunks import pass_of
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import BudgetError, ClosedError, KVSwapError
+from kvswap_torch.errors import ClosedError, KVSwapError
 from kvswap_torch.hf import indexed
 from kvswap_torch.hf import session as session_module
 from kvswap_torch.hf.estimates import Estimates
 from kvswap_torch.hf.families import ModelParts, refuse_rope_crossing
 from kvswap_torch.hf.growth import ExplainedGrowth
 from kvswap_torch.hf.lookahead import LookAhead
+from kvswap_torch.hf.need import CacheNeed
 from kvswap_torch.hf.no_gradient import NoGradient
 from kvswap_torch.hf.padding import Padding
 from kvswap_torch.hf.plug_ins import PlugIns
@@ -77,6 +76,15 @@ class SessionDriver:
         self.budget = budget
         self._predictor = look_ahead
         self._projections = projections
+        self._need = CacheNeed(
+            parts,
+            self.path,
+            budget,
+            look_ahead,
+            calibrated=projections is not None,
+            timeline_spans=timeline_spans,
+            plug_ins=self.plug_ins,
+        )
         self.estimates = Estimates(rotary_channels(parts))
         self._declared = False  # the session holds a validity that not all layers have taken
         self.expected = 0  # tokens of the pass, where they come in pieces
@@ -91,53 +99,20 @@ class SessionDriver:
         self._open(None)
         self.plug_ins.belong_to(self)
 
-    def _options(self, config: SwapConfig, beside: int) -> dict[str, Any]:
-        """`beside`: bytes of the budget that others than the session take."""
-        budget = self.budget
-        if budget.kv_memory_bytes is not None:
-            left = max(1, budget.kv_memory_bytes - beside)
-            budget = dataclasses.replace(budget, kv_memory_bytes=left)
-        calibrated = self._projections is not None
-        return session_module.session_options(
-            config, self.parts, self.path, budget, calibrated, self.timeline_spans
-        )
-
-    def _beside(self, config: SwapConfig, batch: int, context: int) -> dict[str, int]:
-        plugged = self.plug_ins.nbytes(batch, context)
-        predictor = self._predictor.nbytes if config.predicts else 0
-        index = self.parts.index_bytes(batch, context)
-        uses = {"predictor": predictor, "plug_in": plugged}
-        return uses | ({"index": index} if index else {})
-
     def _open(self, first: FirstPass | None) -> None:
         """Opens a session with settings for the first forward pass, or for what is known before."""
 
-        alignment = functools.cache(lambda: session_module.alignment_bytes(self.path))
-
-        def need(config: SwapConfig, batch: int, context: int) -> Mapping[str, int]:
-            self.plug_ins.open(config, self.parts)  # what it takes may follow from it
-            beside = self._beside(config, batch, context)
-            options = self._options(config, sum(beside.values()))
-            uses = session_module.memory_need(options, batch, context, alignment())
-            taken = sum(beside.values())
-            return uses | beside | {name: uses[name] + taken for name in ("total", "least")}
-
         def settled() -> SwapConfig:
             on_device = self.parts.device.type != "cpu"
-            return settle(self._given, self.parts.shape, self.budget, need, first, on_device)
+            return settle(self._given, self.parts.shape, self.budget, self._need, first, on_device)
 
-        try:
-            config = settled()
-        except BudgetError:
-            if not self._predictor.take_apart():
-                raise
-            config = settled()
+        config = self._need.search(settled)
         unlimited = self.budget.kv_memory_bytes is None
         if self.session is not None and unlimited and config == self.config:
             return  # the first pass changes nothing
         self.plug_ins.open(config, self.parts)
-        beside = self._beside(config, *ready_for(self.budget, first))
-        options = self._options(config, sum(beside.values()))
+        beside = self._need.beside(config, *ready_for(self.budget, first))
+        options = self._need.options(config, sum(beside.values()))
         if config.predicts:
             self._predictor.build()
         session = session_module.open_session(options)
@@ -330,7 +305,7 @@ class SessionDriver:
 
     def bytes_beside(self) -> dict[str, int]:
         """Memory beside the session's, by use: what predicts queries, and a plug-in's."""
-        uses = self._beside(self.config, self.session.batch(), self.positions())
+        uses = self._need.beside(self.config, self.session.batch(), self.positions())
         return {use: size for use, size in uses.items() if size}
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -143,7 +144,8 @@ def _of_model(asked: Asked) -> tuple[Any, int, Activations]:
 # A second for each large model, and advice asks for the same one with other options.
 @functools.lru_cache(maxsize=16)
 def _unloaded(shape: ModelAsked) -> tuple[Any, int]:
-    model = unloaded_model(shape.config, shape.dtype, shape.weights)
+    config = copy.deepcopy(shape.config)  # loading writes the dtype into it
+    model = unloaded_model(config, shape.dtype, shape.weights)
     return model, weight_bytes(model)
 
 

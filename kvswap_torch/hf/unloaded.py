@@ -23,11 +23,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.few_bits import BITS, replace_unloaded
 from kvswap_torch.hf.families import ModelParts, model_parts
+from kvswap_torch.hf.lookahead import LookAhead
 from kvswap_torch.hf.need import CacheNeed
 from kvswap_torch.hf.opening import Wish
 from kvswap_torch.hf.pieces import PIECE_TOKENS
 from kvswap_torch.hf.plug_ins import PlugIns
-from kvswap_torch.hf.session import alignment_bytes
 from kvswap_torch.hf.settings import ready_for, settle
 
 UNLOADED = "kvswap_unloaded"  # an attention that only has a shape
@@ -162,9 +162,8 @@ def plan_cache(
         parts,
         path if path is None else str(path),
         budget,
-        given,
+        LookAhead(parts, budget.kv_memory_bytes, (given or SwapConfig()).ranks_by_sum),
         calibrated=projections is not None,
-        alignment=alignment_bytes(path),
         timeline_spans=timeline_spans,
     )
     chosen = need.search(lambda: settle(given, parts.shape, budget, need))

@@ -109,6 +109,8 @@ class Preset:
     smaller
         Settings with which it takes less memory, from the most to the least: for comparisons at
         equal bytes in which its own do not fit.
+    enough
+        The share of its own selected tokens with which a step of `smaller` is taken.
     """
 
     name: str
@@ -121,6 +123,7 @@ class Preset:
     needs: Mapping[str, Value] = dataclasses.field(default_factory=dict)
     divides: bool = False
     smaller: tuple[Mapping[str, Value], ...] = ()
+    enough: float = 0.5
 
     def smaller_settings(
         self, shape: Shape, changed: Mapping[str, Any] | None = None

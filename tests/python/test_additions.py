@@ -48,7 +48,7 @@ class KNorm(Retention):
 PROGRAM = """
 add_executable(additions main.cpp)
 target_link_libraries(additions PRIVATE kvswap_options kvswap_core)
-foreach(room device methods engine)
+foreach(room device engine)
   target_precompile_headers(kvswap_${room}_objects PRIVATE
     <functional> <map> <memory> <optional> <span> <string> <variant> <vector> csrc/device/device.h)
 endforeach()

@@ -535,7 +535,7 @@ def test_only_a_cache_on_the_cpu_would_share_its_pages(monkeypatch, device):
     monkeypatch.setattr(compare_budget, "model_parts", lambda model: parts)
     monkeypatch.setattr(compare_budget, "fit_budget", fit)
     need = SimpleNamespace(search=lambda settled: settled())
-    monkeypatch.setattr(compare_budget.Bytes, "_need", lambda self, config, budget_bytes: need)
+    monkeypatch.setattr(compare_budget.Bytes, "_need", lambda *given: need)
     shape = ModelShape(layers=4, heads=8, kv_heads=2, head_dim=16, element_bytes=2)
     compare_budget.Bytes(None, shape, 100).fitted(SwapConfig(), 1 << 20)
     assert asked["may_share"] is (device == "cpu")

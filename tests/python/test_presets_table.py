@@ -83,7 +83,8 @@ def test_the_cache_has_the_settings_that_were_found_for_its_budget(preset, tmp_p
         with product.opened(model, tmp_path, size.context) as cache:
             has, wanted = cache.driver.config, product.config
             assert has.selection == wanted.selection and has.summary == wanted.summary
-            assert has.retention == wanted.retention
+            assert has.retention == wanted.retention and has.clusters == wanted.clusters
+            assert has.memory == wanted.memory
         opened += 1
     assert opened > 0 or preset in ("kvswap", "kvswap-fp8")
 

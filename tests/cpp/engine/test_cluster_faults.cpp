@@ -101,7 +101,7 @@ INSTANTIATE_TEST_SUITE_P(Lives, ClusteredFaults, testing::ValuesIn(kClusterLives
 
 TEST(ClusteredFault, WhatADiskRefusesIsDoneLater) {
   int64_t refused = 0, tried = 0;
-  for (int64_t nth = 1; nth <= 60 && !testing::Test::HasFatalFailure(); nth += stride(4)) {
+  for (int64_t nth = 1; nth <= 60 && !testing::Test::HasFatalFailure(); nth += stride(5)) {
     ++tried;
     SCOPED_TRACE(nth);
     const TestDirectory directory;
@@ -129,7 +129,7 @@ TEST(ClusteredFault, AWriteThatFailsLeavesEachTokenAtOnePlace) {
   set_log([](const std::string&) {});
   int64_t refused = 0, tried = 0;
   for (const char* layout : {"sequence", "pools"}) {
-    for (int64_t nth = 1; nth <= 40 && !testing::Test::HasFatalFailure(); nth += stride(5)) {
+    for (int64_t nth = 1; nth <= 40 && !testing::Test::HasFatalFailure(); nth += stride(3)) {
       ++tried;
       SCOPED_TRACE(layout + std::to_string(nth));
       const TestDirectory directory;

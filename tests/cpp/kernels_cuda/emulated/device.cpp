@@ -20,18 +20,18 @@ constexpr int kThreads = 1024;  // of a block, at most
 
 /// A place to go on from. A jump asks the kernel for nothing, where swapcontext() does so for the
 /// signals' mask; but sanitizers know the latter alone.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-struct Place {
+#ifdef KVSWAP_IS_SANITIZED
+struct Spot {
   ucontext_t context;
 };
-void go(Place& from, Place& to) { swapcontext(&from.context, &to.context); }
+void go(Spot& from, Spot& to) { swapcontext(&from.context, &to.context); }
 #else
-struct Place {
+struct Spot {
   ucontext_t context;
   jmp_buf left;
   bool was_left = false;
 };
-void go(Place& from, Place& to) {
+void go(Spot& from, Spot& to) {
   from.was_left = true;
   if (_setjmp(from.left) != 0) return;
   if (to.was_left) _longjmp(to.left, 1);
@@ -40,7 +40,7 @@ void go(Place& from, Place& to) {
 #endif
 
 struct Fiber {
-  Place place;
+  Spot spot;
   std::unique_ptr<char[]> stack;
   bool is_done = false;
   bool is_waiting = false;
@@ -57,7 +57,7 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   const std::function<void()>* body = nullptr;
-  Place scheduler;
+  Spot scheduler;
   int count = 0;
   int current = 0;
   int alive = 0;
@@ -74,7 +74,7 @@ thread_local Block state;
 }
 
 void yield() {
-  go(state.fibers[state.current].place, state.scheduler);
+  go(state.fibers[state.current].spot, state.scheduler);
   here.thread.x = static_cast<unsigned>(state.current);
 }
 
@@ -100,7 +100,7 @@ void start(Fiber& fiber) {
   fiber.is_done = fiber.is_waiting = false;
   if (fiber.stack) return;
   fiber.stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
-  ucontext_t& context = fiber.place.context;
+  ucontext_t& context = fiber.spot.context;
   getcontext(&context);
   context.uc_stack.ss_sp = fiber.stack.get();
   context.uc_stack.ss_size = kStackBytes;
@@ -130,7 +130,7 @@ void run_block() {
       if (fiber.is_done || fiber.is_waiting) continue;
       state.current = thread;
       here.thread.x = static_cast<unsigned>(thread);
-      go(state.scheduler, fiber.place);
+      go(state.scheduler, fiber.spot);
     }
     if (state.events == before) stop("threads wait for one another for ever");
   }
