@@ -6,8 +6,7 @@ JOBS ?= $(shell nproc)
 # Test files run beside each other; the threads of one that wait leave the processor to another. A
 # worker that crashes ends the run: xdist 3.8 replaces it and then waits for its file for ever.
 WORKERS := $(shell n=$(JOBS); echo $$(( n < 4 ? n : 4 )))
-BESIDE := OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n $(WORKERS) --dist loadfile \
-  --no-loadscope-reorder --max-worker-restart=0
+BESIDE := OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart=0
 ROOM ?=
 ARGS ?=
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Old names of settings are taken for one release, and many tests still use them."""
     told = "ignore:SwapConfig. since version 2:DeprecationWarning"
     config.addinivalue_line("filterwarnings", told)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of few tests first: theirs take longest, and the last one should not be alone."""
-    tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: tests[item.path])
 
 
 @pytest.fixture(autouse=True)

@@ -207,7 +207,8 @@ def test_a_release_runs_the_checks_and_sets_the_tag(
         monkeypatch.setenv(name, "a")
     ran: list[Any] = []
     assert release(repository, "0.2.0", TODAY, ran.append) == "v0.2.0"
-    assert [" ".join(command) for command in ran] == ["make test", "make docs-run", "make wheel"]
+    made = ["test", "test-long", "docs-run", "wheel"]
+    assert [" ".join(command) for command in ran] == [f"make {target}" for target in made]
     assert {command[1] for command in ran} <= TARGETS
     told = git(repository, "for-each-ref", "--format=%(objecttype) %(contents)", "refs/tags/v0.2.0")
     assert told.startswith("tag 0.2.0") and "### Added\n\n- A thing." in told
