@@ -94,7 +94,7 @@ def main(
     asked = sample.ids[sample.focus :]
     asked = asked.repeat(-(-(steps + WARM) // len(asked)))[: steps + WARM]
     ids = torch.cat([sample.ids[: sample.focus], asked])
-    size = Bytes(network, model_parts(network).shape, len(ids), path, sample.focus)
+    size = Bytes(model_parts(network), len(ids), path, sample.focus)
     products = [Product.named(name, parse(name)[1], size) for name in methods.split()]
     with ExitStack() as stack:
         caches = open_all(stack, network, products, len(ids), path)

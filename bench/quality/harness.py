@@ -114,7 +114,7 @@ class Harness:
         document = self.writer.write(length, number)
         check_length(document, self.parts.config)
         where = f"{length} tokens, document {number + 1}"
-        size = Bytes(self.model, self.parts.shape, document.longest, tokens=len(document.ids))
+        size = Bytes(self.parts, document.longest, tokens=len(document.ids))
         progress(f"{where}: what the full cache tells")
         began = time.process_time()
         told = tell(self.model, document)

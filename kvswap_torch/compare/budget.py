@@ -12,14 +12,14 @@ from typing import Any
 from kvswap_torch.config import ModelIdentity, SwapConfig
 from kvswap_torch.config.nested import settings_of
 from kvswap_torch.errors import BudgetError
-from kvswap_torch.hf.families import model_parts
+from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.lookahead import LookAhead
 from kvswap_torch.hf.need import CacheNeed
 from kvswap_torch.hf.plug_ins import PlugIns
 from kvswap_torch.hf.settings import Budget
 from kvswap_torch.keep import drops
 from kvswap_torch.preset import Shape, find
-from kvswap_torch.sizing import ModelShape, Request, fit_budget, too_small
+from kvswap_torch.sizing import Request, fit_budget, too_small
 
 DIVIDED = ("selection.top_k_groups", "memory.pages_per_layer")  # by any budget
 
@@ -48,8 +48,8 @@ class Bytes:
 
     Parameters
     ----------
-    model
-        A transformers model that `kvswap_torch.KVSwapCache` supports.
+    parts
+        The model, as `kvswap_torch.hf.families.model_parts` has it.
     context
         Tokens that a cache must hold: the document, and what follows it.
     path
@@ -60,15 +60,14 @@ class Bytes:
 
     def __init__(
         self,
-        model: Any,
-        shape: ModelShape,
+        parts: ModelParts,
         context: int,
         path: str | Path | None = None,
         tokens: int | None = None,
     ):
-        self.shape, self.context = shape, context
-        self.full = shape.kv_bytes(tokens or context)
-        self._model = model
+        self.context = context
+        self.full = parts.shape.kv_bytes(tokens or context)
+        self._parts = parts
         self._path = str(path or tempfile.gettempdir())
 
     def fitted(
@@ -95,11 +94,11 @@ class Bytes:
         """
         request = Request(budget_bytes, self.context, 1)
         need = self._need(config, budget_bytes, plug_ins)
-        on_cpu = model_parts(self._model).device.type == "cpu"  # as hf/settings.py has it
+        on_cpu = self._parts.device.type == "cpu"  # as hf/settings.py has it
         return need.search(
             lambda: fit_budget(
                 request,
-                self.shape,
+                self._parts.shape,
                 config,
                 lambda settings: need(settings, 1, self.context),
                 may_share=on_cpu,
@@ -111,19 +110,18 @@ class Bytes:
         self, config: SwapConfig, budget_bytes: int, plug_ins: PlugIns | None = None
     ) -> CacheNeed:
         """As the cache itself will count that is given what is found."""
-        parts = model_parts(self._model)
         return CacheNeed(
-            parts,
+            self._parts,
             self._path,
             Budget(budget_bytes, self.context, 1),
-            LookAhead(parts, budget_bytes, config.ranks_by_sum),
+            LookAhead(self._parts, budget_bytes, config.ranks_by_sum),
             calibrated=config.summary.projection_file is not None,
             plug_ins=plug_ins,
         )
 
     @property
     def identity(self) -> ModelIdentity:
-        return model_parts(self._model).identity
+        return self._parts.identity
 
     def with_fewer_tokens(self, config: SwapConfig, budget_bytes: int) -> SwapConfig:
         """Of a method that drops tokens: as many of those that stay as fit, in 64 steps.

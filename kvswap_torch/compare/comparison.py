@@ -226,7 +226,7 @@ class Comparison:
 
     def _measured(self, run: Run, document: Encoded) -> dict[str, Any]:
         tokens = len(document.ids)
-        size = Bytes(self.model, self.parts.shape, document.longest, self._path, tokens)
+        size = Bytes(self.parts, document.longest, self._path, tokens)
         full = size.full
         line: dict[str, Any] = {"tokens": tokens, "full_bytes": full}
         if run.method is None or run.budget is None:

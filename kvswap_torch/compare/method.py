@@ -137,8 +137,8 @@ class Method:
             own = self._own(size)
             if drops(own):
                 return FittedPreset(size.with_fewer_tokens(own, most))
-            plug_ins = PlugIns(*self._plug_ins())
-            return FittedPreset(size.fitted(own, most, keeps_columns=True, plug_ins=plug_ins))
+            fitted = size.fitted(own, most, keeps_columns=True, plug_ins=self._plug_ins())
+            return FittedPreset(fitted)
         if find(self.preset).divides and not self.settings:
             return None
         return size.of_preset(self.preset, self.settings, most)
@@ -171,7 +171,7 @@ class Method:
         """
         from kvswap_torch import KVSwapCache
 
-        group_scores, token_scores = self._plug_ins()
+        plug_ins = self._plug_ins()
         return KVSwapCache(
             model,
             path=path,
@@ -180,15 +180,17 @@ class Method:
             kv_memory_bytes=budget_bytes,
             max_context=context,
             max_batch=1,
-            group_scores=group_scores,
-            token_scores=token_scores,
+            group_scores=plug_ins.group_scores,
+            token_scores=plug_ins.token_scores,
         )
 
-    def _plug_ins(self) -> tuple[GroupScores | None, TokenScores | None]:
-        """An object of its class."""
+    def _plug_ins(self) -> PlugIns:
+        """With an object of its class."""
         made = None if self.plug_in is None else self.plug_in()
-        groups = made if isinstance(made, GroupScores) else None
-        return groups, made if isinstance(made, TokenScores) else None
+        return PlugIns(
+            made if isinstance(made, GroupScores) else None,
+            made if isinstance(made, TokenScores) else None,
+        )
 
 
 def with_tokens(config: SwapConfig, tokens: int) -> SwapConfig:

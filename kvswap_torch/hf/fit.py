@@ -190,7 +190,7 @@ def weights_on_disk(fit: Fit, place: Place) -> WeightsPlan | None:
     has_disk = fit.cache.disk_bytes <= place.disk_bytes
     if fit.fits(place) or not can_be or not has_disk or room <= 0:
         return None
-    model = unloaded_model(asked.config, asked.dtype)
+    model, _, _ = _of_model(asked)
     try:
         return plan_weights(model, asked.stored or Stored(asked.dtype), room)
     except ConfigError:

@@ -531,11 +531,10 @@ def test_only_a_cache_on_the_cpu_would_share_its_pages(monkeypatch, device):
         asked.update(how)
         return config
 
-    parts = SimpleNamespace(device=torch.device(device))
-    monkeypatch.setattr(compare_budget, "model_parts", lambda model: parts)
     monkeypatch.setattr(compare_budget, "fit_budget", fit)
     need = SimpleNamespace(search=lambda settled: settled())
     monkeypatch.setattr(compare_budget.Bytes, "_need", lambda *given: need)
     shape = ModelShape(layers=4, heads=8, kv_heads=2, head_dim=16, element_bytes=2)
-    compare_budget.Bytes(None, shape, 100).fitted(SwapConfig(), 1 << 20)
+    parts = SimpleNamespace(device=torch.device(device), shape=shape)
+    compare_budget.Bytes(parts, 100).fitted(SwapConfig(), 1 << 20)
     assert asked["may_share"] is (device == "cpu")

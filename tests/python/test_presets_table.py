@@ -29,7 +29,7 @@ def test_the_set_has_every_preset_at_every_share():
 @pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
 def test_columns_of_a_preset_are_lowered_where_they_do_not_fit_alone():
     model = tiny_model("llama", max_position_embeddings=65536)
-    size = Bytes(model, model_parts(model).shape, 60000)
+    size = Bytes(model_parts(model), 60000)
     asked = {"preset": "loki", "memory": "1/4"}
     loki = Product.named("loki", asked, size)
     assert loki.config.rank == 4 and loki.config.groups_max > 0 and loki.smaller == {}
@@ -70,7 +70,7 @@ def test_columns_of_a_preset_are_lowered_where_they_do_not_fit_alone():
 @pytest.mark.parametrize("preset", NAMES)
 def test_the_cache_has_the_settings_that_were_found_for_its_budget(preset, tmp_path):
     model = tiny_model("llama", max_position_embeddings=65536)
-    size = Bytes(model, model_parts(model).shape, 12064, tmp_path, 12000)
+    size = Bytes(model_parts(model), 12064, tmp_path, 12000)
     opened = 0
     for share in ("1/2", "1/4", "1/7"):
         asked = {"preset": preset, "memory": share}

@@ -31,8 +31,9 @@ pytestmark = pytest.mark.usefixtures("one_thread_throughout")
 @needs_native
 def test_a_share_of_the_memory_is_of_the_full_cache():
     model = tiny_model("llama")
-    size = Bytes(model, model_parts(model).shape, 4096)
-    assert size.full == 4096 * size.shape.kv_bytes(1)
+    parts = model_parts(model)
+    size = Bytes(parts, 4096)
+    assert size.full == 4096 * parts.shape.kv_bytes(1)
     product = Product.named("product:memory=1/4", {"memory": "1/4"}, size)
     assert product.budget_bytes == size.full // 4 and product.config is None
     with pytest.raises(ValueError, match=r"memory: .* above 0, at most 1, got '2'"):
