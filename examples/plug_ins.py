@@ -1,8 +1,8 @@
-"""Your own way to choose, in plain torch: three plug-ins to begin from.
+"""Your own way to choose, in plain torch: four plug-ins to begin from.
 
     python -m examples.plug_ins
 
-answers questions about one of the reference model's documents with each of them. What they are, and
+answers questions about one of the reference model's documents with two of them. What they are, and
 what the engine keeps to itself: `kvswap_torch.plug_ins`, docs/plug_ins.md.
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from kvswap_torch import ops
 from kvswap_torch.plug_ins import CacheShape, GroupRows, TokenScores, Worth
 
 
@@ -95,6 +96,57 @@ class AskedFromAhead(TokenScores):
 
     def _size(self, batch: int, kv_heads: int, tokens: int) -> tuple[int, ...]:
         return (batch, kv_heads, tokens) if self.shape.heads_apart else (batch, tokens)
+
+
+class LazyEviction(TokenScores):
+    """Keeps tokens whose attention has paused for no longer than it did before.
+
+    The rule of LazyEviction (arXiv 2506.15969, section 4). A step activates a token that receives
+    at least `alpha` of its attention. MRI is the longest interval between two activations of a
+    token, 0 of one that has had none since it was first attended. With s steps since the last one
+
+        importance = 2 sigmoid(-s / MRI) + 2 sigmoid(1 - MRI), the second part 0 where MRI is 0.
+
+    The paper's window W, after which it evicts, is ``retention.refresh_interval``; the W newest
+    tokens stay by ``selection.recent_tokens``. What is ours: time counts in tokens; each KV head's
+    query heads are averaged, and without ``heads="each"`` the importance of KV heads is. Tokens
+    that are no longer among the recent ones are not attended until the next refresh. A token
+    that was evicted may come back while it is on disk. Before the first step a prompt is scored by
+    its newest queries, of which the summaries below say nothing.
+
+    The paper itself was not at hand. Three summaries of it agree on all but the second part, which
+    they write as ``2 sigmoid(-MRI - 1)``, ``2 sigmoid(-1 / (MRI - 1))`` and ``2 sigmoid(-1 /
+    MRI)``; all say that a small MRI is worth more, as here. They have no value of `alpha`, which is
+    to be set for a model; 1e-4 is that of another implementation.
+    """
+
+    notes = 2  # when a token was last activated, 0: not seen yet; and its MRI
+
+    def __init__(self, alpha: float = 1e-4, window: int = 32):
+        self._alpha, self._window = alpha, window
+
+    def worth(self, layer, query, keys, values):
+        batch, kv_heads, tokens, head_dim = keys.shape
+        received = torch.zeros(batch, kv_heads, tokens)
+        if query is not None:
+            newest = query[:, :, -self._window :]
+            received, _ = ops.observe_keys(newest, keys, head_dim**-0.5)
+        return Worth(self._of_heads(received))
+
+    def attended(self, layer, weights, notes):
+        last, longest = notes.unbind(-1)  # views
+        now = weights.shape[-1]
+        last[last == 0] = now
+        last.clamp_(max=now)  # a crop may have left later ones
+        active = weights >= self._alpha
+        longest.copy_(torch.where(active, longest.maximum(now - last), longest))
+        last[active] = now
+        recent = 2 * torch.sigmoid((last - now) / longest.clamp(min=1e-9))
+        often = torch.where(longest > 0, 2 * torch.sigmoid(1 - longest), 0)
+        return Worth(self._of_heads(recent + often))
+
+    def _of_heads(self, each: torch.Tensor) -> torch.Tensor:
+        return each if self.shape.heads_apart else each.mean(1)
 
 
 def turned(query: torch.Tensor, positions: int, theta: float) -> torch.Tensor:

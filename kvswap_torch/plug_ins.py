@@ -133,7 +133,7 @@ class GroupScores(ABC):
 
 @dataclass(frozen=True)
 class Worth:
-    """What new tokens are worth to be kept.
+    """What tokens are worth to be kept: those of a pass, or after a step all.
 
     Attributes
     ----------
@@ -150,7 +150,7 @@ class Worth:
 
 
 class TokenScores(ABC):
-    """Who is kept: what each new token is worth. For ``KVSwapCache(token_scores=...)``.
+    """Who is kept: what each token is worth. For ``KVSwapCache(token_scores=...)``.
 
     The config says how many stay (``keeper="given"``, `keep_tokens`) and how often they are chosen
     anew: after each prompt, and every `keep_interval` tokens. With ``rows="none"`` they alone are
@@ -161,10 +161,38 @@ class TokenScores(ABC):
     """
 
     shape: CacheShape
+    notes = 0
+    """Numbers, fp32, that `attended` may note of each token and KV head: of the budget, twice."""
 
     def open(self, shape: CacheShape) -> None:
         """A cache is opened with it."""
         self.shape = shape
+
+    def attended(self, layer: int, weights: torch.Tensor, notes: torch.Tensor) -> Worth | None:
+        """What all tokens are worth, now that a step has attended; None: what they were.
+
+        Where a class has one of its own it is called after each decoding step, `worth` of the
+        step's tokens first, for each layer that retains tokens. Others cost nothing: no weights
+        are computed.
+
+        Parameters
+        ----------
+        weights
+            ``[batch, kv_heads, tokens]`` fp32 of the host, all tokens so far in order of position:
+            the share of the step's attention that each received, the mean over the queries of the
+            step and the query heads of the KV head. 0 where a token was not attended: it was
+            evicted or not selected, or it is padding.
+        notes
+            ``[batch, kv_heads, tokens, self.notes]`` fp32 of the host, to be written in place: what
+            the last step left there, 0 of tokens that came since. The cache crops, reorders and
+            resets them with the text. A step that is taken back has noted nothing.
+
+        Returns
+        -------
+        Worth
+            Of all tokens, in the place of what was said of them; `decay` counts from here on.
+        """
+        return None
 
     @abstractmethod
     def worth(
@@ -245,6 +273,31 @@ def told_bytes(plug_in: GroupScores, batch: int, tokens: int) -> int:
             f"of at least 0, got {told!r}"
         )
     return told
+
+
+def sees_attention(plug_in: TokenScores | None) -> bool:
+    """Whether it has an `attended` of its own."""
+    return plug_in is not None and type(plug_in).attended is not TokenScores.attended
+
+
+def notes_bytes(plug_in: TokenScores | None, batch: int, tokens: int) -> int:
+    """Of the notes of `attended`, those before the newest step included.
+
+    Raises
+    ------
+    ValueError
+        `notes` is no number of numbers.
+    """
+    if plug_in is None or not sees_attention(plug_in):
+        return 0
+    width, shape = plug_in.notes, plug_in.shape
+    if not isinstance(width, int) or isinstance(width, bool) or width < 0:
+        raise ValueError(
+            f"token_scores: notes of {type(plug_in).__name__} must be an int of at least 0, got "
+            f"{width!r}"
+        )
+    layers = shape.layers - len(shape.exact_layers)
+    return 2 * 4 * layers * batch * shape.kv_heads * tokens * width
 
 
 def flat_numbers(

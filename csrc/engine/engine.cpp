@@ -180,6 +180,7 @@ Status Engine::attend(const AttendArgs& args) {
         "attend: queries must be at least 1 and at most the positions appended (" +
         std::to_string(held) + "), got " + std::to_string(queries));
   }
+  if (args.received != nullptr) KVSWAP_RETURN_IF_ERROR(retention_.check_tells(args.layer));
   LayerStep& step = steps_.of(args.layer);
   if (step.state() != LayerStep::State::kFailed && !step.is_for(queries)) {
     if (step.state() != LayerStep::State::kIdle) KVSWAP_RETURN_IF_ERROR(step.drop());
@@ -206,6 +207,9 @@ Status Engine::attend(const AttendArgs& args) {
   }
   Status finished = audit_.finish(kernel);
   Status observed = retention_.observe_step(args.layer, kernel);
+  if (observed.is_ok() && args.received != nullptr) {
+    observed = retention_.tell_step(args.layer, kernel, args.received);
+  }
   if (observed.is_ok()) observed = page_scores_.rate(step, args.layer, kernel);
   if (finished.is_ok()) finished = std::move(observed);
   if (finished.is_ok()) finished = sealer_.seal_overflow(args.layer);

@@ -36,6 +36,7 @@ struct AttendArgs {
   float scale = 1.0f;
   float softcap = 0.0f;          // as PagedAttentionArgs
   const float* sinks = nullptr;  // [heads], where the pages are
+  float* received = nullptr;     // [batch, kv_heads, positions] out; null: nobody asks
 };
 
 /// One generation's KV cache on raw pointers: score -> select -> plan -> read -> attend.

@@ -62,7 +62,8 @@ struct EngineOptions : Settings {
   int64_t max_context = -1;
   int64_t max_batch = -1;
 
-  int64_t timeline_spans = 0;  // how many of the newest are kept; 0: nothing is recorded
+  int64_t timeline_spans = 0;    // how many of the newest are kept; 0: nothing is recorded
+  bool tells_attention = false;  // with keeper=given: AttendArgs::received may be asked for
 
   /// KV heads of a sequence that choose, and stand, apart: 1, or all of them with heads=each. In
   /// options that are apart(): sequence s is head s % heads_apart of the caller's s / heads_apart.

@@ -49,7 +49,9 @@ int64_t numbers_of(const RetentionPlan& plan) {
 }
 
 int64_t step_numbers_of(const RetentionPlan& plan) {
-  if (plan.pages == 0 || (plan.numbers_a_token != 1 && !plan.kind.retains_online)) return 0;
+  if (plan.pages == 0) return 0;
+  if (plan.kind.scored_by == ScoredBy::kUser) return plan.tells_attention ? 1 : 0;
+  if (plan.numbers_a_token != 1 && !plan.kind.retains_online) return 0;
   return plan.policy->needs_squares() ? 2 : 1;
 }
 
@@ -67,6 +69,7 @@ RetentionPlan::RetentionPlan(const EngineOptions& apart)
       scores_attended(apart.keep_interval > 0 && kind.scored_by == ScoredBy::kAttention &&
                       apart.keep_scores == "attended"),
       scores_all_tokens(apart.keep_interval > 0 && apart.keep_scores == "disk"),
+      tells_attention(apart.tells_attention && kind.scored_by == ScoredBy::kUser),
       shares_groups(apart.keep_share == "auto"),
       has_layer_budgets(kind.divides_layers || !apart.keep_layer_shares.empty()),
       has_float8(kind.retains_online && apart.keep_ratio != 1.0),

@@ -19,6 +19,7 @@ struct RetentionPlan {
   // that is on disk?
   bool scores_attended;
   bool scores_all_tokens;
+  bool tells_attention;      // steps may be asked what each token received
   bool shares_groups;        // each prompt decides how many
   bool has_layer_budgets;    // layers differ in how many of their tokens are retained
   bool has_float8;           // some of them are in e4m3

@@ -36,7 +36,8 @@ Status UserOverrides::take_scores(int64_t layer, const UserScores& scores) {
 
 Status UserOverrides::set_token_importance(int64_t layer, const TokenScores& importance) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
-  return importances_.give(layer, importance);
+  return importance.of == TokenScores::Of::kAll ? importances_.replace(layer, importance)
+                                                : importances_.give(layer, importance);
 }
 
 Status UserOverrides::take_choice(int64_t layer, std::vector<std::vector<int32_t>> groups,

@@ -31,7 +31,7 @@ class UserOverrides {
   /// With rows=given, for the layer's next look_ahead() or attend(): [sequences, queries, groups],
   /// see Selector.
   Status take_scores(int64_t layer, const UserScores& scores);
-  /// With retention policy=given, after each append(): what its tokens score.
+  /// With retention policy=given, after each append(): what its tokens score; or all, anew.
   Status set_token_importance(int64_t layer, const TokenScores& importance);
   /// The layer's next selection, and that of the prediction for it, [sequences][groups]. The
   /// selector still runs, so that its cost is measured; see GroupChoice.

@@ -81,6 +81,20 @@ AttendArgs attend_args(int64_t layer, const Queries& query, float scale, void* o
           .sinks = terms.sinks};
 }
 
+void check_received(Engine& engine, int64_t layer, int64_t numbers) {
+  if (engine.exact_chunks().takes(layer)) {
+    throw std::invalid_argument("attend: layer " + std::to_string(layer) +
+                                " must attend in a step to tell what each token received, and the "
+                                "pass is a prefill");
+  }
+  const int64_t wanted = engine.batch() * engine.options().kv_heads * engine.positions(layer);
+  if (numbers == wanted) return;
+  throw std::invalid_argument("attend: what each token received must be [batch, kv_heads, " +
+                              std::to_string(engine.positions(layer)) + "], " +
+                              std::to_string(wanted) + " numbers, got room for " +
+                              std::to_string(numbers));
+}
+
 }  // namespace
 
 Cache::Cache(const CacheOptions& options) {
@@ -206,8 +220,13 @@ void Cache::give(int64_t layer, const TokenImportance& given) try {
                                 std::to_string(given.decay.size()) + " numbers");
   }
   const float* decay = given.decay.empty() ? nullptr : given.decay.data();
+  const bool is_all = given.of == TokenImportance::Of::kAll;
   throw_status(engine.given().set_token_importance(
-      layer, {given.worth.data(), decay, parts, count / parts}));
+      layer, {.of = is_all ? TokenScores::Of::kAll : TokenScores::Of::kNewest,
+              .importance = given.worth.data(),
+              .decay = decay,
+              .sequences = parts,
+              .tokens = count / parts}));
 } catch (const std::bad_alloc&) {
   impl_->ran_out_of_memory();
 }
@@ -241,12 +260,17 @@ void Cache::append(int64_t layer, const NewTokens& tokens) try {
 }
 
 void Cache::attend(int64_t layer, const Queries& query, float scale, void* output,
-                   const CapAndSinks& terms) try {
+                   const CapAndSinks& terms, std::span<float> received) try {
   const Impl::Use use(*impl_);
   Engine& engine = use.engine(layer);
   check_heads("attend", query, engine.options());
   check_batch("attend", query, engine.batch());
-  impl_->attend(attend_args(layer, query, scale, output, terms, engine.options().dtype));
+  AttendArgs args = attend_args(layer, query, scale, output, terms, engine.options().dtype);
+  if (!received.empty()) {
+    check_received(engine, layer, std::ssize(received));
+    args.received = received.data();
+  }
+  impl_->attend(args);
 } catch (const std::bad_alloc&) {
   impl_->ran_out_of_memory();
 }

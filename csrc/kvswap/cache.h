@@ -125,8 +125,11 @@ class Cache {
   /// softmax(scale * Q K^T) V of the newest query.tokens positions, into output: [batch, tokens,
   /// heads, head_dim] contiguous, of the cache's dtype. Rows of padding mean nothing. A prefill
   /// takes memory in the order of its own K, V and output on top of the ledger's.
+  /// received: [batch, kv_heads, positions] out, of a cache that tells_attention: what of a
+  /// decoding step's attention each token received, the mean over queries and a KV head's query
+  /// heads; 0: it was not attended. Empty: nobody asks.
   void attend(int64_t layer, const Queries& query, float scale, void* output,
-              const CapAndSinks& terms = {});
+              const CapAndSinks& terms = {}, std::span<float> received = {});
   /// append() and attend() in one; on a device a prefill is written while its attention is
   /// computed. When it throws, nothing of a prefill is kept; of a decoding step the tokens may be.
   void extend(int64_t layer, const NewTokens& tokens, const Queries& query, float scale,

@@ -36,6 +36,8 @@ struct CacheOptions {
   Budget budget;
   int64_t predictor_bytes = 0;  // taken by query predictors beside the budget; report() shows them
   int64_t timeline_spans = 0;   // of timeline(), 40 bytes each; 0: nothing is recorded
+  /// With keeper=given: attend() may be asked what each token received, for which there is memory.
+  bool tells_attention = false;
   /// Of a saved cache: its projections were calibrated, so that they stay when it is reset.
   bool is_calibrated = true;
 

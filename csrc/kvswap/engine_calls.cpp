@@ -63,6 +63,7 @@ EngineOptions engine_options(const CacheOptions& from) {
   to.max_context = from.budget.max_context.value_or(-1);
   to.max_batch = from.budget.max_batch.value_or(-1);
   to.timeline_spans = from.timeline_spans;
+  to.tells_attention = from.tells_attention;
   auto device = find_device(from.device);
   throw_status(device.status());
   to.device = std::move(device.value());

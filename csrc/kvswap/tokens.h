@@ -77,6 +77,11 @@ struct GroupScores {
 struct TokenImportance {
   std::span<const float> worth;       // [batch, tokens]; heads=each: [batch * kv_heads, tokens]
   std::span<const float> decay = {};  // what they lose with each later token: as worth, or empty
+  enum class Of {
+    kNewest,
+    kAll,  // what all tokens are worth now, in the place of what was given; later ones decay it
+  };
+  Of of = Of::kNewest;
 };
 
 /// A layer's next choice, for oracles, recorded choices and measurements. The cache's own is made

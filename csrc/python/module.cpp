@@ -28,6 +28,7 @@ using kvswap::Pass;
 using kvswap::Report;
 using kvswap::SavedCache;
 using kvswap::TensorCache;
+using kvswap::TokenImportance;
 
 namespace {
 
@@ -49,6 +50,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("directory", &CacheOptions::directory)
       .def_readwrite("device", &CacheOptions::device)
       .def_readwrite("timeline_spans", &CacheOptions::timeline_spans)
+      .def_readwrite("tells_attention", &CacheOptions::tells_attention)
       .def_property(
           "dtype", [](const CacheOptions& self) { return kvswap::scalar_type(self.shape.dtype); },
           [](CacheOptions& self, at::ScalarType type) {
@@ -150,8 +152,18 @@ void bind_tensor_calls(py::class_<TensorCache>& cache) {
       .def("set_estimate", &set_estimate, py::arg("estimate"))
       .def("give_scores", &TensorCache::give_scores, py::arg("layer"), py::arg("scores"),
            Released())
-      .def("give_worth", &TensorCache::give_worth, py::arg("layer"), py::arg("worth"),
-           py::arg("decay") = py::none(), Released())
+      .def(
+          "give_worth",
+          [](TensorCache& self, int64_t layer, const at::Tensor& worth,
+             const std::optional<at::Tensor>& decay) { self.give_worth(layer, worth, decay); },
+          py::arg("layer"), py::arg("worth"), py::arg("decay") = py::none(), Released())
+      .def(
+          "replace_worth",
+          [](TensorCache& self, int64_t layer, const at::Tensor& worth,
+             const std::optional<at::Tensor>& decay) {
+            self.give_worth(layer, worth, decay, TokenImportance::Of::kAll);
+          },
+          py::arg("layer"), py::arg("worth"), py::arg("decay") = py::none(), Released())
       .def("append", &TensorCache::append, py::arg("layer"), py::arg("keys"), py::arg("values"),
            Released())
       .def(
@@ -159,6 +171,14 @@ void bind_tensor_calls(py::class_<TensorCache>& cache) {
           [](TensorCache& self, int64_t layer, const at::Tensor& query, double scale,
              double softcap, const std::optional<at::Tensor>& sinks) {
             return self.attend(layer, query, scale, {softcap, sinks});
+          },
+          py::arg("layer"), py::arg("query"), py::arg("scale"), py::arg("softcap") = 0.0,
+          py::arg("sinks") = py::none(), Released())
+      .def(
+          "attend_weighed",
+          [](TensorCache& self, int64_t layer, const at::Tensor& query, double scale,
+             double softcap, const std::optional<at::Tensor>& sinks) {
+            return self.attend_weighed(layer, query, scale, {softcap, sinks});
           },
           py::arg("layer"), py::arg("query"), py::arg("scale"), py::arg("softcap") = 0.0,
           py::arg("sinks") = py::none(), Released())

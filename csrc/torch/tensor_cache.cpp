@@ -241,10 +241,10 @@ void TensorCache::give_scores(int64_t layer, const at::Tensor& scores) {
 }
 
 void TensorCache::give_worth(int64_t layer, const at::Tensor& worth,
-                             const std::optional<at::Tensor>& decay) {
+                             const std::optional<at::Tensor>& decay, TokenImportance::Of of) {
   const at::Tensor packed = host_numbers("give_worth: worth", worth, 2);
   at::Tensor lost;
-  TokenImportance given = {.worth = span_of(packed)};
+  TokenImportance given = {.worth = span_of(packed), .of = of};
   if (decay) {
     lost = host_numbers("give_worth: decay", *decay, 2);
     TORCH_CHECK_VALUE(lost.sizes() == packed.sizes(), "give_worth: decay must be as worth, ",
@@ -263,6 +263,24 @@ void TensorCache::append(int64_t layer, const at::Tensor& keys, const at::Tensor
 
 at::Tensor TensorCache::attend(int64_t layer, const at::Tensor& query, double scale,
                                const ScoreTerms& terms) {
+  return attend_into(layer, query, scale, terms, {});
+}
+
+std::pair<at::Tensor, at::Tensor> TensorCache::attend_weighed(int64_t layer,
+                                                              const at::Tensor& query, double scale,
+                                                              const ScoreTerms& terms) {
+  const Held held = cache_->held();
+  at::Tensor received =
+      at::empty({held.batch, cache_->options().shape.kv_heads, cache_->layer(layer).positions},
+                at::TensorOptions().dtype(at::kFloat));
+  at::Tensor output =
+      attend_into(layer, query, scale, terms,
+                  {received.data_ptr<float>(), static_cast<size_t>(received.numel())});
+  return {std::move(output), std::move(received)};
+}
+
+at::Tensor TensorCache::attend_into(int64_t layer, const at::Tensor& query, double scale,
+                                    const ScoreTerms& terms, std::span<float> received) {
   const at::NoGradGuard no_grad;
   check("attend", "query", query, cache_->options().shape.heads);
   const at::Tensor sinks = contiguous_sinks("attend", terms.sinks, query);
@@ -270,7 +288,7 @@ at::Tensor TensorCache::attend(int64_t layer, const at::Tensor& query, double sc
   at::Tensor output = output_for(query);
   with_value_errors([&] {
     cache_->attend(layer, queries_of(packed), static_cast<float>(scale), output.data_ptr(),
-                   terms_of(terms, sinks));
+                   terms_of(terms, sinks), received);
   });
   return output;
 }

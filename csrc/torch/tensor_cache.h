@@ -80,7 +80,8 @@ class TensorCache {
   /// scores: [batch, queries, groups] fp32 of the host; with heads=each [batch * kv_heads, ...].
   void give_scores(int64_t layer, const at::Tensor& scores);
   /// worth, decay: [batch, tokens] fp32 of the host; with heads=each [batch * kv_heads, tokens].
-  void give_worth(int64_t layer, const at::Tensor& worth, const std::optional<at::Tensor>& decay);
+  void give_worth(int64_t layer, const at::Tensor& worth, const std::optional<at::Tensor>& decay,
+                  TokenImportance::Of of = TokenImportance::Of::kNewest);
 
   /// keys, values: [batch, kv_heads, tokens, head_dim], keys after RoPE.
   void append(int64_t layer, const at::Tensor& keys, const at::Tensor& values);
@@ -88,6 +89,10 @@ class TensorCache {
   /// tokens, heads, head_dim].
   at::Tensor attend(int64_t layer, const at::Tensor& query, double scale,
                     const ScoreTerms& terms = {});
+  /// The same, and what each token received of a decoding step: [batch, kv_heads, positions] fp32
+  /// of the host. For a cache that tells_attention.
+  std::pair<at::Tensor, at::Tensor> attend_weighed(int64_t layer, const at::Tensor& query,
+                                                   double scale, const ScoreTerms& terms = {});
   /// append() and attend() in one. A layer that is to choose from now on and has no projection gets
   /// one that is estimated: from a prefill's chunk, or from the newest tokens when decoding, or a
   /// few tokens of a prefill, have outgrown what may be attended.
@@ -114,6 +119,8 @@ class TensorCache {
   void check(const char* where, const char* name, const at::Tensor& tensor, int64_t heads) const;
   void check_new(const char* where, const at::Tensor& keys, const at::Tensor& values) const;
   at::Tensor output_for(const at::Tensor& query) const;
+  at::Tensor attend_into(int64_t layer, const at::Tensor& query, double scale,
+                         const ScoreTerms& terms, std::span<float> received);
   void estimate(int64_t layer, int64_t begin, const at::Tensor& keys,
                 const std::optional<at::Tensor>& query);
   void estimate_late(int64_t layer);

@@ -71,9 +71,10 @@ class CacheNeed:
         if budget.kv_memory_bytes is not None:
             left = max(1, budget.kv_memory_bytes - beside)
             budget = dataclasses.replace(budget, kv_memory_bytes=left)
-        return session_module.session_options(
+        options = session_module.session_options(
             config, self._parts, self._path, budget, self._calibrated, self._timeline_spans
         )
+        return options | ({"tells_attention": True} if self._plug_ins.sees_attention else {})
 
     @functools.cached_property
     def _alignment(self) -> int:

@@ -9,11 +9,19 @@ from typing import Any
 
 from kvswap_torch.config import Summary, SwapConfig
 from kvswap_torch.errors import ConfigError
+from kvswap_torch.hf.attended_session import AttendedSession
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.padding import Padding
 from kvswap_torch.hf.scored_session import ScoredSession
 from kvswap_torch.hf.valued_session import ValuedSession
-from kvswap_torch.plug_ins import CacheShape, GroupScores, TokenScores, told_bytes
+from kvswap_torch.plug_ins import (
+    CacheShape,
+    GroupScores,
+    TokenScores,
+    notes_bytes,
+    sees_attention,
+    told_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,13 @@ class PlugIns:
 
     def nbytes(self, batch: int, tokens: int) -> int:
         """What they keep, by their own word; what tokens are worth, the session keeps."""
-        return 0 if self.group_scores is None else told_bytes(self.group_scores, batch, tokens)
+        groups = 0 if self.group_scores is None else told_bytes(self.group_scores, batch, tokens)
+        return groups + notes_bytes(self.token_scores, batch, tokens)
+
+    @property
+    def sees_attention(self) -> bool:
+        """Whether steps must be weighed for one of them."""
+        return sees_attention(self.token_scores)
 
     def check_free(self) -> None:
         """`group_scores` are one cache's, whose text they know.
@@ -120,7 +134,9 @@ class PlugIns:
     ) -> Any:
         """The session, asking them; arguments as `ScoredSession`'s."""
         if self.token_scores is not None:
-            session = ValuedSession(session, self.token_scores, config)
+            asked = (session, self.token_scores, config)
+            sees = self.sees_attention
+            session = AttendedSession(*asked, room, self.nbytes) if sees else ValuedSession(*asked)
         if self.group_scores is not None:
             session = ScoredSession(session, self.group_scores, config, room, padding)
         return session

@@ -88,12 +88,18 @@ class ValuedSession:
             return
         with torch.no_grad(), named("token_scores", f"worth in layer {layer}"):
             worth = self._plug_in.worth(layer, query, keys, values)
+        self._session.give_worth(layer, *self._numbers(layer, worth, len(keys), keys.shape[2]))
+
+    def _numbers(
+        self, layer: int, worth: Any, batch: int, tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What it said, checked, as the session takes it."""
         parts = (worth.now, worth.decay) if isinstance(worth, Worth) else (worth, None)
         what = (
             f"token_scores: {type(self._plug_in).__name__} must say what tokens of layer {layer} "
             "are worth by a Worth whose"
         )
-        size = (len(keys), self._plug_in.shape.told_heads, (keys.shape[2],))
+        size = (batch, self._plug_in.shape.told_heads, (tokens,))
         now = flat_numbers(f"{what} now is", parts[0], *size)
         decay = None if parts[1] is None else flat_numbers(f"{what} decay is", parts[1], *size)
-        self._session.give_worth(layer, now, decay)
+        return now, decay

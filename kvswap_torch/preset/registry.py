@@ -340,7 +340,8 @@ _QUANTISED = "rows of quantised keys"
 _LOCAL = "a preset of its own (dynakv with clusters.update=local updates its clusters as it does)"
 #: Systems that are known and cannot be had yet: what is missing.
 MISSING = {
-    "lazyeviction": "a rule that sees what each step attended (TokenScores see new tokens alone)",
+    "lazyeviction": "its own rule of who is kept (a plug-in that has it is LazyEviction of "
+    "examples/plug_ins.py)",
     **dict.fromkeys(("defensivekv", "layer-defensivekv"), _RULE),
     "dapq": "its own rule of who is kept (a plug-in that has it is AskedFromAhead of "
     "examples/plug_ins.py)",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.plug_ins import MostSimilarKey
+from examples.plug_ins import LazyEviction, MostSimilarKey
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.plug_ins import TokenScores, Worth
 from tests.python.faulty_conversation import at_every_call, converse, persistently
@@ -35,6 +35,7 @@ OWN = {
     "arkv": {"keep_window": 3, "keep_variance": 263.8},
     "arkv-mixed": {"keep_window": 3, "keep_variance": 263.8, "keep_ratio": 0.4},
     "given": {"keep_interval": 3, "rows": "given", "rank": 32},
+    "given-attended": {"keep_interval": 3, "rows": "given", "rank": 32},
 }
 
 
@@ -54,8 +55,10 @@ def test_the_same_tokens_are_kept_after_the_nth_read_failed(
     )
 
     def opened() -> KVSwapCache:
-        given = keeper == "given"
-        plug_ins = {"group_scores": MostSimilarKey(), "token_scores": LongestKey()} if given else {}
+        plug_ins: dict = {}
+        if keeper.startswith("given"):
+            scores = LazyEviction(0.02) if keeper == "given-attended" else LongestKey()
+            plug_ins = {"group_scores": MostSimilarKey(), "token_scores": scores}
         return KVSwapCache(model, path=tmp_path, config=config, **plug_ins)
 
     failures: list[str] = []

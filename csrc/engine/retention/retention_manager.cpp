@@ -34,6 +34,29 @@ class RefreshCost {
   uint64_t read_before_;
 };
 
+/// What a step attended of one page of its table.
+struct AttendedSlots {
+  int64_t count = 0;
+  std::array<int64_t, 64> slots;   // of the page
+  std::array<int32_t, 64> tokens;  // their positions
+};
+
+/// entry: of the page, in the table. Pages of retained tokens stand before position 0, see
+/// PageTable.
+AttendedSlots attended_slots(const PagedAttentionArgs& attended, int64_t entry,
+                             const RetainedTokens& retained) {
+  AttendedSlots found;
+  const int64_t position = attended.positions[entry];
+  for (uint64_t left = attended.masks[entry]; left != 0; left &= left - 1) {
+    const int64_t slot = __builtin_ctzll(left);
+    found.slots[found.count] = slot;
+    found.tokens[found.count++] = static_cast<int32_t>(
+        position >= 0 ? position + slot
+                      : retained.positions()[-position - attended.shape.group_tokens + slot]);
+  }
+  return found;
+}
+
 }  // namespace
 
 void RetentionManager::reserve(Arena& arena, const Plan& plan, const Extent& extent) {
@@ -80,6 +103,7 @@ bool RetentionManager::is_observed(const RetainedTokens& retained) const {
 
 float* RetentionManager::log_sum_exp(int64_t layer, int64_t queries) {
   if (!context_.plan.keeps_tokens(layer)) return nullptr;
+  if (context_.retention.tells_attention) return step_.log_sum_exp(queries);
   for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
     const RetainedTokens& retained = batch_.pages(sequence).retained(layer);
     if (is_observed(retained) || online_.is_full(layer, sequence))
@@ -139,37 +163,58 @@ void RetentionManager::accumulate_attention(int64_t layer, int64_t sequence, int
   grow_mass(retained.mass, batch_.layer(layer).positions);
   const int64_t first = sequence * attended.pages_max;
   for (int64_t entry = 0; entry < attended.page_counts[sequence]; ++entry) {
-    const int64_t position = attended.positions[first + entry];
-    std::array<int32_t, 64> tokens;  // of the slots that were attended
-    std::array<int64_t, 64> slots;
-    int64_t count = 0;
-    for (uint64_t left = attended.masks[first + entry]; left != 0; left &= left - 1) {
-      const int64_t slot = __builtin_ctzll(left);
-      slots[count] = slot;
-      // Pages of retained tokens stand before position 0, see PageTable.
-      tokens[count++] = static_cast<int32_t>(
-          position >= 0 ? position + slot
-                        : retained.positions()[-position - options.group_tokens + slot]);
-    }
-    const BlockScores scores(retained.mass.data(), 0, tokens.data());
+    const AttendedSlots page = attended_slots(attended, first + entry, retained);
+    const BlockScores scores(retained.mass.data(), 0, page.tokens.data());
     for (int64_t head = 0; head < options.kv_heads; ++head) {
       const float* means = step_.means(sequence, head, entry);
       const float* squares = step_.squares(sequence, head, entry);
       std::array<float, 64> sums, sums_of_squares;
-      for (int64_t i = 0; i < count; ++i) {
-        sums[i] = static_cast<float>(queries) * means[slots[i]];
+      for (int64_t i = 0; i < page.count; ++i) {
+        sums[i] = static_cast<float>(queries) * means[page.slots[i]];
         if (squares != nullptr)
-          sums_of_squares[i] = static_cast<float>(queries) * squares[slots[i]];
+          sums_of_squares[i] = static_cast<float>(queries) * squares[page.slots[i]];
       }
       context_.retention.policy->add_scores(
           {.layer = layer,
            .head = head,
            .samples = queries,
-           .sums = std::span(sums).first(count),
-           .squares = std::span(sums_of_squares).first(squares != nullptr ? count : 0)},
+           .sums = std::span(sums).first(page.count),
+           .squares = std::span(sums_of_squares).first(squares != nullptr ? page.count : 0)},
           scores);
     }
   }
+}
+
+Status RetentionManager::check_tells(int64_t layer) const {
+  if (context_.retention.tells_attention && context_.plan.keeps_tokens(layer)) return Status::ok();
+  return Status::invalid(
+      "attend: layer " + std::to_string(layer) +
+      " must retain tokens that are given, in a cache opened with tells_attention, to tell what "
+      "each token received");
+}
+
+Status RetentionManager::tell_step(int64_t layer, const PagedAttentionArgs& attended,
+                                   float* received) {
+  KVSWAP_RETURN_IF_ERROR(step_.score(attended));
+  const int64_t heads = context_.options.kv_heads;
+  const int64_t positions = batch_.layer(layer).positions;
+  std::fill_n(received, batch_.size() * heads * positions, 0.0f);
+  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+    const RetainedTokens& retained = batch_.pages(sequence).retained(layer);
+    const int64_t first = sequence * attended.pages_max;
+    for (int64_t entry = 0; entry < attended.page_counts[sequence]; ++entry) {
+      const AttendedSlots page = attended_slots(attended, first + entry, retained);
+      for (int64_t head = 0; head < heads; ++head) {
+        const float* means = step_.means(sequence, head, entry);
+        float* row = received + (sequence * heads + head) * positions;
+        for (int64_t i = 0; i < page.count; ++i) {
+          const float mean = means[page.slots[i]];
+          if (mean > 0) row[page.tokens[i]] += mean;  // NaN, of a query that is padding: nothing
+        }
+      }
+    }
+  }
+  return Status::ok();
 }
 
 /// Decoded queries become the newest of each sequence's window.

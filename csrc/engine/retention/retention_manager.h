@@ -31,7 +31,8 @@ namespace kvswap {
 ///     decoded tokens          nothing
 ///   ... of all tokens         ObservationScorer: reads the layer's records twice
 ///   ScoredBy::kKeys           KeyScorer: after a prompt, reads the layer's records once
-///   ScoredBy::kUser           UserTokenScores: comes with each append
+///   ScoredBy::kUser           UserTokenScores: comes with each append, or anew of all tokens once
+///                             tell_step() has said what a step attended
 ///
 /// With keep_scores = disk refreshes are spread over layers, sequences and the interval, so that no
 /// step reads all records. While all tokens fit in memory no set is chosen. With keep_share = auto
@@ -76,6 +77,11 @@ class RetentionManager {
   /// Afterwards, with the arguments of that attention. A step that is made again since another
   /// layer failed counts once.
   Status observe_step(int64_t layer, const PagedAttentionArgs& attended);
+  /// An error where a step of the layer cannot be asked for what tell_step() tells.
+  Status check_tells(int64_t layer) const;
+  /// Likewise, what each token received of the mean over the query heads of a KV head, and over the
+  /// step's queries: [sequences, kv_heads, positions] out; 0 where a token was not attended.
+  Status tell_step(int64_t layer, const PagedAttentionArgs& attended, float* received);
 
   /// Chooses anew where that is due, for a step whose first token stands at `position`. The layer's
   /// pages must not be planned for.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include "engine/setting_names.h"
@@ -71,6 +72,33 @@ Status UserTokenScores::give(int64_t layer, const TokenScores& given) {
   return Status::ok();
 }
 
+Status UserTokenScores::replace(int64_t layer, const TokenScores& given) {
+  KVSWAP_RETURN_IF_ERROR(check(layer, given));
+  const std::string shown = "give_worth: layer " + std::to_string(layer) + " ";
+  const int64_t positions = batch_.layer(layer).positions;
+  if (given.tokens != positions) {
+    return Status::invalid(shown + "must be told anew of all its " + std::to_string(positions) +
+                           " tokens, got " + std::to_string(given.tokens));
+  }
+  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+    const auto told = std::ssize(batch_.pages(sequence).retained(layer).mass);
+    if (told >= positions) continue;
+    return Status::invalid(shown + "must be told of its " + std::to_string(positions) +
+                           " tokens before it is told anew, got " + std::to_string(told));
+  }
+  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+    RetainedTokens& retained = batch_.pages(sequence).retained(layer);
+    for (int64_t i = 0; i < positions; ++i) {
+      const int64_t from = sequence * positions + i;
+      retained.decay[i] = given.decay == nullptr ? 0.0f : given.decay[from];
+      // score() counts from the token on; so much of it is past.
+      retained.mass[i] =
+          given.importance[from] + static_cast<float>(positions - i) * retained.decay[i];
+    }
+  }
+  return Status::ok();
+}
+
 Status UserTokenScores::check_given(int64_t layer, int64_t sequence) const {
   const RetainedTokens& retained = batch_.pages(sequence).retained(layer);
   const int64_t sealed = batch_.layer(layer).sealed_groups * context_.options.group_tokens;
@@ -91,7 +119,9 @@ void UserTokenScores::score(int64_t layer, int64_t sequence, std::vector<float>&
   mass.clear();
   grow_mass(mass, sealed);
   for (int64_t i = 0; i < sealed; ++i) {
-    mass[i] = retained.mass[i] - static_cast<float>(positions - i) * retained.decay[i];
+    const float now = retained.mass[i] - static_cast<float>(positions - i) * retained.decay[i];
+    // Of an infinite decay nothing is left.
+    mass[i] = std::isnan(now) ? -std::numeric_limits<float>::infinity() : now;
   }
 }
 

@@ -18,6 +18,8 @@ class UserTokenScores {
   /// Sets the importance of the layer's newest tokens. Each token's comes before the refresh that
   /// may retain it.
   Status give(int64_t layer, const TokenScores& given);
+  /// Sets that of all tokens anew. Nothing comes due by it: the next refresh goes by it.
+  Status replace(int64_t layer, const TokenScores& given);
   /// An error if a token on disk, or one that would be discarded, has no importance. Other policies
   /// need none.
   Status check_given(int64_t layer, int64_t sequence) const;

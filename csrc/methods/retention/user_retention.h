@@ -6,10 +6,17 @@
 
 namespace kvswap {
 
-/// A layer's newest tokens, scored by a user's own rule.
+/// A layer's tokens, scored by a user's own rule.
 struct TokenScores {
+  enum class Of {
+    kNewest,  // with each append
+    kAll,     // in the place of what was given before
+  };
+  Of of = Of::kNewest;
   const float* importance = nullptr;  // [sequences, tokens]; -inf: never
-  const float* decay = nullptr;  // [sequences, tokens]: lost with each later token; null: nothing
+  /// [sequences, tokens]: lost with each later token, of all tokens with each that is yet to come;
+  /// null: nothing.
+  const float* decay = nullptr;
   int64_t sequences = 0;
   int64_t tokens = 0;
 };

@@ -1,9 +1,10 @@
-// What a program says itself: groups' scores and tokens' worth.
+// What a program says itself: groups' scores and tokens' worth; and what a step says for it.
 
 #include <gtest/gtest.h>
 
 #include <filesystem>
 #include <limits>
+#include <numeric>
 #include <random>
 
 #include "kvswap/cache.h"
@@ -49,11 +50,24 @@ class UserOverrides : public testing::Test {
     begin(session, tokens);
     session.attend(0, Queries::packed(query.data(), kHeads, tokens, kDim), 0.25f, output.data());
   }
+  /// What each of `positions` tokens received of a step of `tokens`.
+  std::vector<float> weigh(Cache& session, int64_t tokens, int64_t positions) {
+    const std::vector<float> query = random(kHeads * tokens * kDim);
+    std::vector<float> output(query.size());
+    std::vector<float> received(2 * positions);
+    begin(session, tokens);
+    session.attend(0, Queries::packed(query.data(), kHeads, tokens, kDim), 0.25f, output.data(), {},
+                   received);
+    return received;
+  }
   /// 100 tokens: 23 groups of 4 on disk, of which the first is a sink.
   void prompt(Cache& session) {
     append(session, 100);
     attend(session, 100);
   }
+
+  /// The same numbers as before come next.
+  void repeat() { generator_.seed(1); }
 
   static void begin(Cache& session, int64_t tokens) {
     const bool is_short = tokens <= session.options().settings.select_queries_max;
@@ -157,6 +171,89 @@ TEST_F(UserOverrides, TheTokensThatAreWorthMostStay) {
   prompt(other);
   worth.assign(100, 1.0f);
   EXPECT_THROW(other.give(0, TokenImportance{worth}), std::invalid_argument);
+}
+
+TEST_F(UserOverrides, AStepSaysWhatEachTokenReceived) {
+  std::vector<std::vector<float>> of_devices;
+  for (const char* device : {"cpu", "host"}) {
+    CacheOptions asked = options("none", "given");
+    asked.tells_attention = true;
+    asked.device = device;
+    repeat();
+    Cache session(asked);
+    prompt(session);
+    std::vector<float> worth(100, 0.0f);
+    worth[30] = worth[50] = 1;
+    session.give(0, TokenImportance{worth});
+    append(session, 2);
+    const std::vector<float> received = weigh(session, 2, 102);
+    for (int64_t head = 0; head < 2; ++head) {
+      const auto row = std::span(received).subspan(head * 102, 102);
+      EXPECT_NEAR(std::accumulate(row.begin(), row.end(), 0.0f), 1, 1e-5) << "each query's is 1";
+      for (int64_t token = 0; token < 102; ++token) {
+        // The first group is a sink, and the tail of 8 tokens begins with a whole group.
+        const bool is_attended = token < 4 || token == 30 || token == 50 || token >= 92;
+        EXPECT_EQ(row[token] > 0, is_attended) << token;
+      }
+    }
+    of_devices.push_back(received);
+  }
+  for (size_t i = 0; i < of_devices[0].size(); ++i) {
+    EXPECT_NEAR(of_devices[0][i], of_devices[1][i], 1e-6);
+  }
+}
+
+TEST_F(UserOverrides, OnlyACacheThatTellsAttentionSaysWhatTokensReceived) {
+  Cache session(options("none", "given"));
+  prompt(session);
+  session.give(0, TokenImportance{std::vector<float>(100, 0.0f)});
+  append(session, 1);
+  EXPECT_THROW(weigh(session, 1, 101), std::invalid_argument) << "not opened for it";
+  CacheOptions asked = options("none", "given");
+  asked.tells_attention = true;
+  EXPECT_GT(memory_need(asked, 1, 200).at("total"),
+            memory_need(options("none", "given"), 1, 200).at("total"));
+  Cache other(asked);
+  append(other, 100);
+  EXPECT_THROW(weigh(other, 100, 100), std::invalid_argument) << "a prefill";
+  attend(other, 100);
+  other.give(0, TokenImportance{std::vector<float>(100, 0.0f)});
+  append(other, 1);
+  EXPECT_THROW(weigh(other, 1, 100), std::invalid_argument) << "of all tokens";
+  weigh(other, 1, 101);
+}
+
+TEST_F(UserOverrides, WhatAllTokensAreWorthIsSaidAnew) {
+  CacheOptions asked = options("none", "given");
+  asked.tells_attention = true;
+  asked.settings.keep_interval = 2;
+  Cache session(asked);
+  prompt(session);
+  std::vector<float> worth(100, 0.0f);
+  worth[30] = worth[50] = 1;
+  session.give(0, TokenImportance{worth});
+  worth.push_back(0);
+  const auto all = TokenImportance::Of::kAll;
+  append(session, 1);
+  EXPECT_THROW(session.give(0, TokenImportance{.worth = worth, .of = all}), std::invalid_argument)
+      << "before it was said what the new token is worth";
+  for (int64_t step = 0; step < 4; ++step) {
+    if (step > 0) append(session, 1);
+    const std::vector<float> received = weigh(session, 1, 101 + step);
+    // The second refresh, after two steps, goes by what the first one's end said.
+    EXPECT_EQ(received[30] > 0 && received[50] > 0, step < 2) << step;
+    EXPECT_EQ(received[20] > 0 && received[40] > 0, step >= 2) << step;
+    const float zero = 0;
+    session.give(0, TokenImportance{std::span(&zero, 1)});
+    if (step > 0) continue;
+    EXPECT_THROW(session.give(0, TokenImportance{.worth = std::span(worth).first(9), .of = all}),
+                 std::invalid_argument);
+    worth.assign(101, 0.0f);
+    std::vector<float> decay(101, 0.0f);
+    worth[10] = 9, decay[10] = 5;  // 9 - 2 * 5 at the refresh
+    worth[20] = worth[40] = 2;
+    session.give(0, TokenImportance{.worth = worth, .decay = decay, .of = all});
+  }
 }
 
 }  // namespace
