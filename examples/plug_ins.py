@@ -111,8 +111,8 @@ class LazyEviction(TokenScores):
     tokens stay by ``selection.recent_tokens``. What is ours: time counts in tokens; each KV head's
     query heads are averaged, and without ``heads="each"`` the importance of KV heads is. Tokens
     that are no longer among the recent ones are not attended until the next refresh. A token
-    that was evicted may come back while it is on disk. Before the first step a prompt is scored by
-    its newest queries, of which the summaries below say nothing.
+    that was evicted may come back while it is on disk. A prompt's tokens are worth 1, as if just
+    activated, and what its newest queries pay them, of which the summaries below say nothing.
 
     The paper itself was not at hand. Three summaries of it agree on all but the second part, which
     they write as ``2 sigmoid(-MRI - 1)``, ``2 sigmoid(-1 / (MRI - 1))`` and ``2 sigmoid(-1 /
@@ -127,11 +127,11 @@ class LazyEviction(TokenScores):
 
     def worth(self, layer, query, keys, values):
         batch, kv_heads, tokens, head_dim = keys.shape
-        received = torch.zeros(batch, kv_heads, tokens)
+        received = torch.zeros(batch, kv_heads, tokens, dtype=torch.float32, device="cpu")
         if query is not None:
             newest = query[:, :, -self._window :]
             received, _ = ops.observe_keys(newest, keys, head_dim**-0.5)
-        return Worth(self._of_heads(received))
+        return Worth(self._of_heads(1 + received))
 
     def attended(self, layer, weights, notes):
         last, longest = notes.unbind(-1)  # views

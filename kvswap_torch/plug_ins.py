@@ -181,11 +181,13 @@ class TokenScores(ABC):
             ``[batch, kv_heads, tokens]`` fp32 of the host, all tokens so far in order of position:
             the share of the step's attention that each received, the mean over the queries of the
             step and the query heads of the KV head. 0 where a token was not attended: it was
-            evicted or not selected, or it is padding.
+            evicted or not selected, or it is padding. Queries that are padding count too: those of
+            a short prompt in a batch that is padded.
         notes
             ``[batch, kv_heads, tokens, self.notes]`` fp32 of the host, to be written in place: what
             the last step left there, 0 of tokens that came since. The cache crops, reorders and
-            resets them with the text. A step that is taken back has noted nothing.
+            resets them with the text. A step that is taken back has noted nothing. What earlier
+            steps noted of older tokens, and the worth of these, no crop takes back.
 
         Returns
         -------
@@ -281,7 +283,7 @@ def sees_attention(plug_in: TokenScores | None) -> bool:
 
 
 def notes_bytes(plug_in: TokenScores | None, batch: int, tokens: int) -> int:
-    """Of the notes of `attended`, those before the newest step included.
+    """Of what `attended` is given: notes, those before the newest step, a layer's own, weights.
 
     Raises
     ------
@@ -297,7 +299,7 @@ def notes_bytes(plug_in: TokenScores | None, batch: int, tokens: int) -> int:
             f"{width!r}"
         )
     layers = shape.layers - len(shape.exact_layers)
-    return 2 * 4 * layers * batch * shape.kv_heads * tokens * width
+    return 4 * batch * shape.kv_heads * tokens * ((2 * layers + 1) * width + 1)
 
 
 def flat_numbers(

@@ -269,6 +269,7 @@ at::Tensor TensorCache::attend(int64_t layer, const at::Tensor& query, double sc
 std::pair<at::Tensor, at::Tensor> TensorCache::attend_weighed(int64_t layer,
                                                               const at::Tensor& query, double scale,
                                                               const ScoreTerms& terms) {
+  if (cache_->layer(layer).needs_projection) estimate_late(layer);
   const Held held = cache_->held();
   at::Tensor received =
       at::empty({held.batch, cache_->options().shape.kv_heads, cache_->layer(layer).positions},

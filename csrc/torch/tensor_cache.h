@@ -90,7 +90,7 @@ class TensorCache {
   at::Tensor attend(int64_t layer, const at::Tensor& query, double scale,
                     const ScoreTerms& terms = {});
   /// The same, and what each token received of a decoding step: [batch, kv_heads, positions] fp32
-  /// of the host. For a cache that tells_attention.
+  /// of the host. For a cache that tells_attention. After append(); estimates as extend() does.
   std::pair<at::Tensor, at::Tensor> attend_weighed(int64_t layer, const at::Tensor& query,
                                                    double scale, const ScoreTerms& terms = {});
   /// append() and attend() in one. A layer that is to choose from now on and has no projection gets

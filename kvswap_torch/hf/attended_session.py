@@ -101,7 +101,7 @@ class AttendedSession(ValuedSession):
 
     def _check_room(self, layer: int, keys: torch.Tensor) -> None:
         tokens = self.positions(layer) + keys.shape[2]
-        if self._room is None or self._plug_in.notes == 0:
+        if self._room is None:
             return
         need = self._nbytes(len(keys), tokens)
         if need > self._room:

@@ -36,7 +36,8 @@ class TokenNotes:
 
     def copy(self, layer: int, batch: int, kv_heads: int, tokens: int) -> torch.Tensor:
         """What is noted, for so many tokens, to be written on and handed to `keep`."""
-        fresh = torch.zeros(batch, kv_heads, tokens, self._width)
+        size = (batch, kv_heads, tokens, self._width)
+        fresh = torch.zeros(size, dtype=torch.float32, device="cpu")
         if layer in self._layers:
             now = self._layers[layer].now
             fresh[:, :, : now.shape[2]] = now

@@ -14,7 +14,7 @@ from examples.plug_ins import LazyEviction
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.token_notes import TokenNotes
-from kvswap_torch.plug_ins import TokenScores, Worth
+from kvswap_torch.plug_ins import CacheShape, TokenScores, Worth
 from tests.python.tiny_models import SMALL, has_native, tiny_model
 
 pytestmark = [
@@ -179,6 +179,7 @@ def test_who_stays_is_lazy_evictions_choice(tmp_path: Path) -> None:
             among = range(SINKS, sealed)
             if step == 0:  # chosen by the prompt's own queries
                 stay = [i for i in among if received[0][:, i].any()]
+                assert len(stay) == kept
             elif step % interval == 0:
                 worth = {i: sum(rule.importance(i) for rule in rules) / 2 for i in among}
                 # What has left is no less on disk: it may come back.
@@ -195,6 +196,29 @@ def test_who_stays_is_lazy_evictions_choice(tmp_path: Path) -> None:
             for rule, each in zip(rules, weights[0][0], strict=True):
                 rule.add(each)
     assert len(refreshed) == 6 and len({tuple(each) for each in sets}) > 3
+
+
+def test_a_second_prompt_is_worth_more_than_what_has_paused() -> None:
+    plug_in = LazyEviction(0.01)
+    plug_in.open(CacheShape(1, (), 4, 2, 16, 4, False, torch.float32, torch.device("cpu")))
+    keys = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
+    new = plug_in.worth(0, keys.repeat_interleave(2, 1), keys, keys).now
+    # Last activated ten steps ago, and five apart before.
+    notes = torch.tensor([30.0, 5.0]).expand(1, 2, 40, 2).clone()
+    paused = plug_in.attended(0, torch.zeros(1, 2, 40), notes).now
+    assert paused.min() > 0.2 and paused.max() < 1 <= new.min()
+
+
+def test_a_summary_is_estimated_once_a_part_is_attended(tmp_path: Path) -> None:
+    """A short prompt, all of which is attended, and a long answer, of which a part is."""
+    model, plug_in = tiny_model("llama"), Seeing()
+    config = settings(rows="low_rank", rank=8, keep_tokens=6, keep_interval=4)
+    with KVSwapCache(model, tmp_path, config, token_scores=plug_in) as cache, torch.no_grad():
+        model(tokens_of(1, 8), past_key_values=cache)
+        for seed in range(60):
+            model(tokens_of(1, 1, seed), past_key_values=cache)
+    weights = plug_in.seen[-1][1]
+    assert weights.shape[-1] == 68 and not weights[0].any(0).all()
 
 
 def test_what_is_gone_without_a_path_does_not_come_back() -> None:
@@ -390,8 +414,8 @@ def test_a_budget_counts_notes(tmp_path: Path) -> None:
     with KVSwapCache(model, tmp_path, config, **opened) as cache, torch.no_grad():
         model(tokens_of(1, 60), past_key_values=cache)
         model(tokens_of(1, 1), past_key_values=cache)
-        # Twice two numbers of fp32, for 3 layers, 2 heads and each token.
-        assert cache.stats().ledger["plug_in"] == 2 * 2 * 4 * 3 * 2 * 61
+        # Two numbers of fp32, twice for 3 layers, of a step once more; and its weights.
+        assert cache.stats().ledger["plug_in"] == 4 * 2 * 61 * (2 * 2 * 3 + 2 + 1)
     with (
         KVSwapCache(model, tmp_path, config, kv_memory_bytes="2MiB", token_scores=Seeing()) as (
             cache
