@@ -21,6 +21,8 @@ from bench.side_by_side.report import load as load_cells
 FOLDER = Path("docs/benchmarks")
 FIT = Path("docs/how-to/will-it-fit.md")
 PAGES = (Path("README.md"), FOLDER / "index.md", FOLDER / "methodology.md", FIT)
+# Runs that fill table 2.
+OF_LENGTHS = ("reference_model_defaults", "reference_model_34_16k", "reference_model_34_32k")
 OF_PRESETS = ("13", "fp8", "heads", "end", "smaller")  # runs that fill table 4
 
 
@@ -42,7 +44,7 @@ TABLES = {
     "speed": speed.speed_rows,
     "peers": lambda: speed.peer_rows(load_cells(OF_LLAMA)),
     "latent": lambda: speed.latent_rows(load_cells(OF_LATENT)),
-    "lengths": lambda: answers.length_rows(*load("quality/reference_model_defaults")),
+    "lengths": lambda: answers.length_rows(load(*(f"quality/{name}" for name in OF_LENGTHS))),
     "real": lambda: answers.real_rows(real_results(), load("real_speed", "real_speed_8k")),
     "presets": lambda: presets.preset_rows(
         preset_results(), "16384", *load("side_by_side_presets/1b_32k_b1_local")

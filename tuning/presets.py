@@ -168,7 +168,8 @@ def tune_preset(
         points.append((point, config, need(config)["total"]))
     fitting = [each for each in points if each[2] <= budget_bytes]
     if not fitting:
-        least, _, bytes_least = min(points, key=lambda each: each[2])
+        least, smallest, _ = min(points, key=lambda each: each[2])
+        bytes_least = need(smallest)["least"]  # buffers grow with a budget
         raise BudgetError(
             f"preset {name}: must have at least {bytes_least} bytes ({format_bytes(bytes_least)}) "
             f"for its smallest settings ({least}), got {budget_bytes} "

@@ -25,16 +25,18 @@ MADE_OF = (
 )
 
 
-def length_rows(result: Result) -> Iterator[str]:
-    """Table 2: the reference model by length."""
-    what = f"Answers of the reference model, {result['dtype']}, by length; defaults. {MADE_OF}"
-    yield caption(what, [result], HIGHER)
+def length_rows(results: list[Result]) -> Iterator[str]:
+    """Table 2: the reference model by length; each run has a row of its own full cache."""
+    what = f"Answers of the reference model, {results[0]['dtype']}, by length; defaults. {MADE_OF}"
+    yield caption(what, results, HIGHER)
     yield from head([*COLUMNS, "needles found", "read per token"])
-    for length, part in result["lengths"].items():
-        for name, method in sorted(part["methods"].items(), key=lambda item: _order(item[0])):
-            needles = interval(method["tasks"]["needles"]["exact"])
-            read = format_bytes(method["bytes_read_per_token"])
-            yield line([*_answered(length, part, name, method), needles, read])
+    for length in results[0]["lengths"]:
+        parts = [result["lengths"][length] for result in results if length in result["lengths"]]
+        for part in parts:
+            for name, method in sorted(part["methods"].items(), key=lambda item: _order(item[0])):
+                needles = interval(method["tasks"]["needles"]["exact"])
+                read = format_bytes(method["bytes_read_per_token"])
+                yield line([*_answered(length, part, name, method), needles, read])
 
 
 def real_rows(results: list[Result], timed: list[Result]) -> Iterator[str]:

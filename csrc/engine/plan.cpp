@@ -43,10 +43,12 @@ int64_t record_bytes_of(const EngineOptions& options, int64_t stored_bytes) {
 }
 
 int64_t write_buffer_bytes_of(const EngineOptions& options, int64_t record_bytes) {
-  // A small budget must not be eaten by staging; a large one gains nothing beyond 1 MiB.
-  const int64_t wanted = options.kv_memory_bytes < 0
-                             ? 1 << 20
-                             : std::clamp<int64_t>(options.kv_memory_bytes / 96, 64 << 10, 1 << 20);
+  // Five of them are a twentieth of a budget, and half of that below 6 MiB, where columns are
+  // short. A large budget gains nothing beyond 1 MiB.
+  const int64_t budget = options.kv_memory_bytes;
+  const int64_t rising = std::max(budget / 192, (budget - (4 << 20)) / 64);
+  const int64_t wanted =
+      budget < 0 ? 1 << 20 : std::clamp<int64_t>(std::min(budget / 96, rising), 16 << 10, 1 << 20);
   return round_up(std::max(wanted / record_bytes, int64_t{1}) * record_bytes, 4096);
 }
 
