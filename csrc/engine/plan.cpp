@@ -43,8 +43,8 @@ int64_t record_bytes_of(const EngineOptions& options, int64_t stored_bytes) {
 }
 
 int64_t write_buffer_bytes_of(const EngineOptions& options, int64_t record_bytes) {
-  // Five of them are a twentieth of a budget, and half of that below 6 MiB, where columns are
-  // short. A large budget gains nothing beyond 1 MiB.
+  // Five of them are a twentieth of a budget, and half of that below 6 MiB, where a summary misses
+  // each byte. A large budget gains nothing beyond 1 MiB.
   const int64_t budget = options.kv_memory_bytes;
   const int64_t rising = std::max(budget / 192, (budget - (4 << 20)) / 64);
   const int64_t wanted =
