@@ -13,12 +13,9 @@ from kvswap_torch import KVSwapCache
 from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.errors import StorageError
 from tests.python.faulty_kernel import FaultyKernel
+from tests.python.tiny_models import tokens_of
 
 EVERY_CALL = os.environ.get("KVSWAP_TEST_EVERY_CALL") == "1"
-
-
-def tokens_of(batch: int, length: int, seed: int = 5) -> torch.Tensor:
-    return torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def persistently(step: Callable[[], Any], disk: FaultyKernel, failures: list[str]) -> Any:

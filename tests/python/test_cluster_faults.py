@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from kvswap_torch import KVSwapCache, SwapConfig
-from tests.python.faulty_conversation import at_every_call, converse, persistently, tokens_of
+from tests.python.faulty_conversation import at_every_call, converse, persistently
 from tests.python.faulty_kernel import FaultyKernel, faulty_kernel
 from tests.python.saved_child import ROOT
-from tests.python.tiny_models import has_native, tiny_model
+from tests.python.tiny_models import has_native, tiny_model, tokens_of
 
 pytestmark = [
     pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),

@@ -14,7 +14,7 @@ from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.errors import BudgetError, ConfigError
 from kvswap_torch.methods import quest
 from kvswap_torch.plug_ins import GroupRows, GroupScores
-from tests.python.tiny_models import SMALL, has_native, tiny_model
+from tests.python.tiny_models import SMALL, has_native, tiny_model, tokens_of
 
 pytestmark = [
     pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
@@ -49,10 +49,6 @@ class Boxes(GroupRows):
 
 def settings(**changes: Any) -> SwapConfig:
     return SwapConfig(**PARTS | {"groups_max": 5, "pages_max": 8, "rows": "given"} | changes)
-
-
-def tokens_of(batch: int, length: int, seed: int = 5) -> torch.Tensor:
-    return torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()

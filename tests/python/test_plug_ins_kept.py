@@ -11,26 +11,22 @@ from safetensors.torch import save_file
 from transformers import DynamicCache
 
 from examples.plug_ins import AskedFromAhead, LearnedRetention, MostSimilarKey, turned
-from kvswap_torch import KVSwapCache, SwapConfig, ops
+from kvswap_torch import KVSwapCache, ops
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.plug_ins import CacheShape, TokenScores, Worth
-from tests.python.tiny_models import SMALL, has_native, tiny_model
+from tests.python.tiny_models import (
+    SMALL,
+    has_native,
+    retaining_by_worth,
+    tiny_model,
+    tokens_of,
+)
 
 pytestmark = [
     pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
     pytest.mark.usefixtures("one_thread"),
 ]
-PARTS = {name: value for name, value in SMALL.items() if name != "rank"}
 TAIL, SINKS = SMALL["tail_tokens"], SMALL["sink_tokens"]
-
-
-def settings(**changes: Any) -> SwapConfig:
-    small = {"groups_max": 3, "pages_max": 6, "rows": "none", "keeper": "given"}
-    return SwapConfig(**PARTS | small | changes)
-
-
-def tokens_of(batch: int, length: int, seed: int = 5) -> torch.Tensor:
-    return torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 class Told(TokenScores):
@@ -72,7 +68,7 @@ def test_what_is_worth_most_is_attended_and_nothing_else(heads: str, tmp_path: P
     model = tiny_model("llama")
     ids, new = tokens_of(1, 80), tokens_of(1, 1, 6)
     worth = dict.fromkeys(range(80), -1.0) | {5: 2.0, 17: 1.0, 40: 9.0, 41: 3.0, 60: 4.0}
-    config = settings(heads=heads, keep_tokens=4)
+    config = retaining_by_worth(heads=heads, keep_tokens=4)
     with KVSwapCache(model, tmp_path, config, token_scores=Told(worth)) as cache, torch.no_grad():
         model(ids, past_key_values=cache)
         told = model(new, past_key_values=cache).logits[:, -1]
@@ -104,7 +100,7 @@ def test_observe_keys_is_what_the_keeper_observed_goes_by(heads: str, tmp_path: 
         ({"keeper": "observed", "keep_window": Observed.window, "keep_pool": 1}, {}),
         ({}, {"token_scores": Observed()}),
     ):
-        config = settings(heads=heads, keep_tokens=9, **changes)
+        config = retaining_by_worth(heads=heads, keep_tokens=9, **changes)
         with KVSwapCache(model, tmp_path, config, **plug_in) as cache, torch.no_grad():
             model(ids, past_key_values=cache)
             told.append(model(new, past_key_values=cache).logits)
@@ -117,7 +113,7 @@ def test_worth_decays_until_the_next_turn(tmp_path: Path) -> None:
     ids = tokens_of(1, 80)
     # 30 is worth more than 50 at first, and loses a tenth with each token.
     plug_in = Told({30: 9.0, 50: 1.0}, {30: 0.1})
-    config = settings(keep_tokens=1, keep_interval=12)
+    config = retaining_by_worth(keep_tokens=1, keep_interval=12)
     with KVSwapCache(model, tmp_path, config, token_scores=plug_in) as cache, torch.no_grad():
         model(ids, past_key_values=cache)
         first = model(tokens_of(1, 1, 6), past_key_values=cache).logits[:, -1]
@@ -139,7 +135,7 @@ def test_who_keeps_everything_has_dynamic_caches_tokens(rows: str, tmp_path: Pat
     prompt = torch.cat([tokens_of(2, 12)] * 4, 1)
     options = {"max_new_tokens": 20, "do_sample": False}
     expected = model.generate(prompt, **options)
-    config = settings(rows=rows, keep_tokens=400, keep_interval=1, tail_tokens=8)
+    config = retaining_by_worth(rows=rows, keep_tokens=400, keep_interval=1, tail_tokens=8)
     with KVSwapCache(model, tmp_path, config, token_scores=Told()) as cache:
         told = model.generate(prompt, past_key_values=cache, **options)
         assert cache.stats().tokens_kept > 40
@@ -158,7 +154,7 @@ class Raising(Told):
 @pytest.mark.parametrize("way", ["a pass", "a crop", "sequences"])
 def test_a_worth_that_raises_is_named_and_the_cache_goes_on(way: str, tmp_path: Path) -> None:
     model = tiny_model("llama")
-    told, config = [], settings(keep_tokens=6, keep_interval=4)
+    told, config = [], retaining_by_worth(keep_tokens=6, keep_interval=4)
     full = DynamicCache(config=model.config)
     with torch.no_grad():
         model(tokens_of(2, 80), past_key_values=full)
@@ -202,7 +198,7 @@ def test_tokens_without_queries(tmp_path: Path) -> None:
     with torch.no_grad():
         model(tokens_of(1, 50), past_key_values=full)
     plug_in = Told({7: 1.0})
-    config = settings(keep_tokens=1)
+    config = retaining_by_worth(keep_tokens=1)
     opened = KVSwapCache.from_cache(model, full, tmp_path, config=config, token_scores=plug_in)
     with opened as cache, torch.no_grad():
         cache.crop(-2)
@@ -245,7 +241,7 @@ class Wrong(Told):
 def test_a_wrong_answer_is_named_and_the_cache_goes_on(answer, message, tmp_path: Path) -> None:
     model = tiny_model("llama")
     plug_in = Wrong(None)
-    config = settings(keep_tokens=4)
+    config = retaining_by_worth(keep_tokens=4)
     with KVSwapCache(model, tmp_path, config, token_scores=plug_in) as cache, torch.no_grad():
         model(tokens_of(1, 60), past_key_values=cache)
         plug_in.answer = answer
@@ -261,11 +257,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="token_scores: must be given where retention.policy is user"
     ):
-        KVSwapCache(model, tmp_path, settings())
+        KVSwapCache(model, tmp_path, retaining_by_worth())
     with pytest.raises(ConfigError, match="token_scores: must come with retention.policy='user'"):
         KVSwapCache(model, tmp_path, token_scores=Told())
     with pytest.raises(ConfigError, match="token_scores: must be an object of a class made from"):
-        KVSwapCache(model, tmp_path, settings(), token_scores=print)
+        KVSwapCache(model, tmp_path, retaining_by_worth(), token_scores=print)
 
 
 # The examples.
@@ -293,16 +289,16 @@ def test_the_examples_generate(tmp_path: Path) -> None:
     save_file(gates, tmp_path / "gates.safetensors")
     prompt = torch.cat([tokens_of(2, 20)] * 4, 1)
     for heads in ("all", "each"):
-        kept = settings(heads=heads, keep_tokens=12, keep_interval=4)
+        kept = retaining_by_worth(heads=heads, keep_tokens=12, keep_interval=4)
         for config, plug_in in (
             (kept, {"token_scores": LearnedRetention(tmp_path / "gates.safetensors")}),
             (kept, {"token_scores": AskedFromAhead(1e4)}),
             (
-                settings(rows="given", keeper="none", heads=heads),
+                retaining_by_worth(rows="given", keeper="none", heads=heads),
                 {"group_scores": MostSimilarKey()},
             ),
             (
-                settings(rows="given", heads=heads, keep_tokens=12),
+                retaining_by_worth(rows="given", heads=heads, keep_tokens=12),
                 {"group_scores": MostSimilarKey(), "token_scores": AskedFromAhead(1e4)},
             ),
         ):
@@ -316,7 +312,7 @@ def test_the_examples_generate(tmp_path: Path) -> None:
         KVSwapCache(
             model,
             tmp_path,
-            settings(),
+            retaining_by_worth(),
             token_scores=LearnedRetention(tmp_path / "gates.safetensors"),
         )
 

@@ -96,6 +96,17 @@ def prompt(batch: int, tokens: int, seed: int = 1, padding: tuple[int, ...] = ()
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def tokens_of(batch: int, length: int, seed: int = 5) -> torch.Tensor:
+    return torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def retaining_by_worth(**changes: Any) -> SwapConfig:
+    """Retains tokens that a plug-in values, and attends these alone beside sinks and tail."""
+    small = {name: value for name, value in SMALL.items() if name != "rank"}
+    own = {"groups_max": 3, "pages_max": 6, "rows": "none", "keeper": "given"}
+    return SwapConfig(**small | own | changes)
+
+
 def character_tokenizer() -> Any:
     """One printable character a token, from "!" on."""
     from tokenizers import Tokenizer, decoders, models
