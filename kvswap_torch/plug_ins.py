@@ -21,11 +21,14 @@ over queries and what is in memory, so that a plug-in can choose badly but break
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from kvswap_torch.errors import BudgetError
+from kvswap_torch.memory_size import format_bytes
 
 __all__ = ["CacheShape", "GroupRows", "GroupScores", "TokenScores", "Worth"]
 
@@ -300,6 +303,36 @@ def notes_bytes(plug_in: TokenScores | None, batch: int, tokens: int) -> int:
         )
     layers = shape.layers - len(shape.exact_layers)
     return 4 * batch * shape.kv_heads * tokens * ((2 * layers + 1) * width + 1)
+
+
+def check_room(
+    what: str, room: int | None, need: Callable[[int, int], int], batch: int, tokens: int
+) -> None:
+    """Whether what a plug-in keeps of so many sequences is within what was set aside for it.
+
+    Parameters
+    ----------
+    what
+        Begins the sentence, up to its verb.
+    room
+        Bytes of the budget; None: there is no budget.
+    need
+        Bytes that it keeps of (sequences, tokens of each).
+
+    Raises
+    ------
+    BudgetError
+        It is not.
+    """
+    if room is None:
+        return
+    taken = need(batch, tokens)
+    if taken > room:
+        raise BudgetError(
+            f"{what} within the {format_bytes(room)} set aside for it, got {format_bytes(taken)} "
+            f"for {batch} sequences of {tokens} tokens; open the cache with max_context and "
+            "max_batch, so that its budget is divided for them"
+        )
 
 
 def flat_numbers(

@@ -31,8 +31,7 @@ def length_rows(results: list[Result]) -> Iterator[str]:
     yield caption(what, results, HIGHER)
     yield from head([*COLUMNS, "needles found", "read per token"])
     for length in results[0]["lengths"]:
-        parts = [result["lengths"][length] for result in results if length in result["lengths"]]
-        for part in parts:
+        for part in (each["lengths"][length] for each in results if length in each["lengths"]):
             for name, method in sorted(part["methods"].items(), key=lambda item: _order(item[0])):
                 needles = interval(method["tasks"]["needles"]["exact"])
                 read = format_bytes(method["bytes_read_per_token"])

@@ -9,11 +9,9 @@ import torch
 
 from kvswap_torch.chunks import Pass
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.token_notes import TokenNotes
 from kvswap_torch.hf.valued_session import ValuedSession
-from kvswap_torch.memory_size import format_bytes
-from kvswap_torch.plug_ins import TokenScores, named
+from kvswap_torch.plug_ins import TokenScores, check_room, named
 
 
 class AttendedSession(ValuedSession):
@@ -100,14 +98,6 @@ class AttendedSession(ValuedSession):
         self._notes.keep(layer, notes, began)
 
     def _check_room(self, layer: int, keys: torch.Tensor) -> None:
+        what = f"token_scores: {type(self._plug_in).__name__} must note"
         tokens = self.positions(layer) + keys.shape[2]
-        if self._room is None:
-            return
-        need = self._nbytes(len(keys), tokens)
-        if need > self._room:
-            raise BudgetError(
-                f"token_scores: {type(self._plug_in).__name__} must note within the "
-                f"{format_bytes(self._room)} set aside for it, got {format_bytes(need)} for "
-                f"{len(keys)} sequences of {tokens} tokens; open the cache with max_context and "
-                "max_batch, so that its budget is divided for them"
-            )
+        check_room(what, self._room, self._nbytes, len(keys), tokens)

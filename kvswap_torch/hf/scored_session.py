@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,10 +11,8 @@ import torch
 
 from kvswap_torch.chunks import Pass
 from kvswap_torch.config import SwapConfig
-from kvswap_torch.errors import BudgetError
 from kvswap_torch.hf.padding import Padding
-from kvswap_torch.memory_size import format_bytes
-from kvswap_torch.plug_ins import GroupScores, flat_numbers, named, told_bytes
+from kvswap_torch.plug_ins import GroupScores, check_room, flat_numbers, named, told_bytes
 
 TOLD_ANEW_TOKENS = 1024  # at once, so that little memory is needed beside the budget
 
@@ -196,14 +195,8 @@ class ScoredSession:
         )
 
     def _check_room(self, layer: int, keys: torch.Tensor) -> None:
+        what = f"group_scores: {type(self._plug_in).__name__} must stay"
         tokens = self.positions(layer) + keys.shape[2]
-        if self._room is None:
-            return
-        need = told_bytes(self._plug_in, len(keys), tokens)
-        if need > self._room:
-            raise BudgetError(
-                f"group_scores: {type(self._plug_in).__name__} must stay within the "
-                f"{format_bytes(self._room)} set aside for it, got {format_bytes(need)} for "
-                f"{len(keys)} sequences of {tokens} tokens; open the cache with max_context and "
-                "max_batch, so that its budget is divided for them"
-            )
+        check_room(
+            what, self._room, functools.partial(told_bytes, self._plug_in), len(keys), tokens
+        )

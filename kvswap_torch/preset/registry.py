@@ -336,15 +336,14 @@ PRESETS = (
 
 _MERGED = "tokens that are merged or quantised, not dropped"
 _RULE = "its own rule of who is kept (a plug-in may have it: kvswap_torch.plug_ins.TokenScores)"
+_EXAMPLE = "its own rule of who is kept (a plug-in that has it is {} of examples/plug_ins.py)"
 _QUANTISED = "rows of quantised keys"
 _LOCAL = "a preset of its own (dynakv with clusters.update=local updates its clusters as it does)"
 #: Systems that are known and cannot be had yet: what is missing.
 MISSING = {
-    "lazyeviction": "its own rule of who is kept (a plug-in that has it is LazyEviction of "
-    "examples/plug_ins.py)",
+    "lazyeviction": _EXAMPLE.format("LazyEviction"),
     **dict.fromkeys(("defensivekv", "layer-defensivekv"), _RULE),
-    "dapq": "its own rule of who is kept (a plug-in that has it is AskedFromAhead of "
-    "examples/plug_ins.py)",
+    "dapq": _EXAMPLE.format("AskedFromAhead"),
     "d2o": _MERGED,
     "kvmerger": _MERGED,
     "mikv": "a second, lower precision for what arkv evicts (arkv-quant keeps tokens in e4m3)",
