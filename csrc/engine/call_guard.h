@@ -22,12 +22,14 @@ class CallGuard {
   Status check(int64_t layer = 0) const;
   Status enter();  // a call that names no layer
   Status enter(int64_t layer);
-  Status enter_step(
-      int64_t layer);  // of the layer's own step: see StepCoordinator::settle_before()
+  Status enter_crop();               // crop() and reset(), which end an unfinished crop
+  Status enter_step(int64_t layer);  // see StepCoordinator::drain_before()
   /// The caller's tensors are its own again.
   Status leave(Status status);
 
  private:
+  Status check_place(int64_t layer) const;
+
   EngineContext& context_;
   StepCoordinator& steps_;
   pid_t owner_;

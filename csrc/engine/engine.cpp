@@ -237,18 +237,19 @@ Status Engine::select_sequences(std::span<const int64_t> indices) {
 }
 
 Status Engine::crop(int64_t positions) {
-  KVSWAP_RETURN_IF_ERROR(calls_.enter());
+  KVSWAP_RETURN_IF_ERROR(calls_.enter_crop());
   appender_.forget();
   return editor_.crop(positions);
 }
 
 Status Engine::reset() {
-  KVSWAP_RETURN_IF_ERROR(calls_.enter());
+  KVSWAP_RETURN_IF_ERROR(calls_.enter_crop());
   KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
   // Errors of it are forgotten with all the rest.
   (void)sealer_.drain().is_ok();
   appender_.begin(Pass::kPrefill);
   batch_->clear();
+  context_->unfinished_crop.reset();
   steps_.forget_choices();
   context_->selector->forget_scores();
   account_.release_scores();

@@ -36,7 +36,7 @@ struct AttendArgs {
   float scale = 1.0f;
   float softcap = 0.0f;          // as PagedAttentionArgs
   const float* sinks = nullptr;  // [heads], where the pages are
-  float* received = nullptr;     // [batch, kv_heads, positions] out; null: nobody asks
+  float* received = nullptr;     // [batch, kv_heads, positions] out; null: not wanted
 };
 
 /// One generation's KV cache on raw pointers: score -> select -> plan -> read -> attend.
@@ -51,7 +51,7 @@ struct AttendArgs {
 ///
 /// A Status that is_pending() (the disk hangs, or the call was asked to end) leaves everything as
 /// it was, reads in flight included: the same call may be made again. The destructor waits for
-/// them.
+/// them. The second reading of a crop() is the exception.
 ///
 /// Thread rules: one thread at a time; kernels use the given ParallelFor.
 class Engine {
@@ -59,6 +59,8 @@ class Engine {
   static Result<std::unique_ptr<Engine>> create(const EngineOptions& options, ParallelFor parallel);
   ~Engine();
 
+  /// Why calls would be refused now: a device that lost its room, a crop that is unfinished.
+  Status check() const { return calls_.check(); }
   /// What the next calls belong to; until it is said, and after reset(), a prefill.
   Status begin_pass(Pass pass);
   /// Validity of the next positions: [batch, tokens], true where the token counts.
@@ -83,6 +85,9 @@ class Engine {
   bool needs_projection(int64_t layer) const;
   Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
   Status select_sequences(std::span<const int64_t> indices);
+  /// All or nothing, unless what returns to the tail was read once, and the second reading fails or
+  /// is ended: until crop() is called again, to as many positions or fewer, or reset(), all calls
+  /// that compute, save or change anything are refused.
   Status crop(int64_t positions);
   Status reset();
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -46,6 +47,13 @@ struct EngineCounters {
   double cluster_seconds = 0;           // tokens enter clusters, and these are packed anew
 };
 
+/// A crop() that was stopped when some layers may have been cropped to so many positions. Another
+/// crop() ends it, reset() forgets it, and calls that need whole layers are refused.
+struct UnfinishedCrop {
+  int64_t positions = 0;
+  Status cause;
+};
+
 /// What an engine is built of, in the order of building; freed in the reverse order.
 ///
 /// The classes that make a step of it (Batch, Tail, Sealer, StepCoordinator, MemoryReservations)
@@ -86,6 +94,7 @@ struct EngineContext {
   EngineCounters counters;
   const LookAheadMode look_ahead;
   Status broken = Status::ok();  // of a device that lost its room: every call returns it
+  std::optional<UnfinishedCrop> unfinished_crop;
   AdaptiveTopK group_counts;
   AdaptivePrefetch adaptive_prefetch;
   std::vector<std::string> fallbacks;

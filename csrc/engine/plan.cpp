@@ -22,13 +22,6 @@ int64_t sink_pages_of(const EngineOptions& options) {
   return (options.sink_tokens + options.group_tokens - 2) / options.group_tokens + 1;
 }
 
-int64_t crop_lenders_of(const Plan& plan) {
-  const EngineOptions& options = plan.options;
-  if (options.device) return 0;
-  if (!plan.shares_pages) return options.pages_max >= plan.tail_pages ? options.layers : 0;
-  return std::min(options.layers, plan.page_layers * options.pages_max / plan.tail_pages);
-}
-
 int64_t waiting_pages_of(const Plan& plan) {
   if (!plan.has_clusters) return 0;
   const int64_t group_tokens = plan.options.group_tokens;
@@ -90,7 +83,6 @@ Plan::Plan(const EngineOptions& given, int64_t bytes_on_disk)
       tail_pages(kvswap::tail_pages(options)),
       page_layers(std::min(options.resident_layers.value_or(options.layers), options.layers)),
       shares_pages(page_layers < options.layers),
-      crop_lenders(crop_lenders_of(*this)),
       waiting_pages(waiting_pages_of(*this)),
       pages_per_layer(options.pages_max + sink_pages + tail_pages + retention.entries +
                       waiting_pages),

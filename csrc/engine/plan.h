@@ -51,11 +51,10 @@ struct Plan {
   const int64_t tail_pages;   // see tail_pages()
   const int64_t page_layers;  // that have pages of records at a time: l stands in l % page_layers
   const bool shares_pages;
-  const int64_t crop_lenders;        // layers whose tail a crop puts together in the reuse buffers
-  const int64_t waiting_pages;       // of tokens that wait for their clusters
-  const int64_t pages_per_layer;     // that a step attends over at most
-  const int64_t page_note_bytes;     // exponents of one of them; 0: all are of the model's dtype
-  const int64_t cluster_read_pages;  // that a cluster is packed anew from at most
+  const int64_t waiting_pages;          // of tokens that wait for their clusters
+  const int64_t pages_per_layer;        // that a step attends over at most
+  const int64_t page_note_bytes;        // exponents of one of them; 0: all are of the model's dtype
+  const int64_t cluster_read_pages;     // that a cluster is packed anew from at most
   const int64_t table_bytes_per_group;  // of the store's tables, and of what is kept beside them
 
   // What writes and long chunks go through.

@@ -1,35 +1,49 @@
 #include "engine/sequence_editor.h"
 
 #include <algorithm>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 namespace kvswap {
 
-void SequenceEditor::reserve(Arena& arena, const Plan& plan, const Extent& extent) {
-  // A crop into sealed groups reads all layers before it changes one; see make_room().
-  const int64_t layers = std::max<int64_t>(1, plan.options.layers - plan.crop_lenders);
-  arena.take(Use::kScratch,
-             size_product({layers, extent.batch, plan.tail_pages, plan.record_bytes}));
+void SequenceEditor::reserve(Arena& arena, const Plan& plan) {
+  // The page that summarise() fills; records are read to PrefixReader::blocks().
+  if (plan.rows.takes_projections) arena.take(Use::kStaging, plan.token_page_bytes);
 }
 
 Status SequenceEditor::crop(int64_t positions) {
   if (positions < 0) {
     return Status::invalid("crop: positions must be at least 0, got " + std::to_string(positions));
   }
-  KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
-  // All layers are read first: if the disk fails, nothing has changed, and crop() may be called
-  // again.
-  std::vector<Returning> all;
-  for (int64_t layer = 0; layer < context_.options.layers; ++layer) {
-    if (batch_.layer(layer).positions <= positions) continue;
-    auto returning = read_returning(layer, positions);
-    if (!returning.is_ok()) return returning.status();
-    all.push_back(std::move(returning.value()));
+  const std::optional<UnfinishedCrop>& unfinished = context_.unfinished_crop;
+  if (unfinished && positions > unfinished->positions) {
+    return Status::invalid("crop: positions must be at most " +
+                           std::to_string(unfinished->positions) +
+                           ", where a crop was stopped half-way, got " + std::to_string(positions));
   }
-  for (const Returning& returning : all) KVSWAP_RETURN_IF_ERROR(crop_layer(returning, positions));
+  KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
+  std::vector<Returning> all;
+  // Layer 0 is the last: its positions are the session's until the crop is done.
+  for (int64_t layer = context_.options.layers - 1; layer >= 0; --layer) {
+    if (batch_.layer(layer).positions <= positions) continue;
+    auto returning = returning_of(layer, positions);
+    if (!returning.is_ok()) return returning.status();
+    all.push_back(returning.value());
+  }
+  // There is no memory for the tails of all layers: what returns is read twice. Where the first
+  // reading fails nothing has changed.
+  for (const Returning& returning : all) {
+    KVSWAP_RETURN_IF_ERROR(read(returning, [](const Read&) { return Status::ok(); }));
+  }
+  for (const Returning& returning : all) {
+    Status cropped = crop_layer(returning, positions);
+    if (!cropped.is_ok()) {
+      context_.unfinished_crop = {positions, cropped};
+      return cropped;
+    }
+  }
+  context_.unfinished_crop.reset();
   batch_.change_validity([positions](int64_t, PaddingMask& validity) {
     if (validity.positions() > positions) validity.truncate(positions);
   });
@@ -38,7 +52,8 @@ Status SequenceEditor::crop(int64_t positions) {
   return Status::ok();
 }
 
-Result<SequenceEditor::Returning> SequenceEditor::read_returning(int64_t layer, int64_t positions) {
+Result<SequenceEditor::Returning> SequenceEditor::returning_of(int64_t layer,
+                                                               int64_t positions) const {
   const Batch::Layer& state = batch_.layer(layer);
   const int64_t group_tokens = context_.options.group_tokens;
   const int64_t sealed = std::min(state.sealed_groups, context_.options.sealed_groups(positions));
@@ -50,51 +65,41 @@ Result<SequenceEditor::Returning> SequenceEditor::read_returning(int64_t layer, 
       return dropped("crop", positions, gone * group_tokens + context_.options.tail_tokens);
     }
   }
-  Returning returning;
-  returning.layer = layer;
-  returning.sealed = sealed;
-  returning.groups = std::min(state.sealed_groups, end) - sealed;
-  if (returning.groups <= 0) return returning;
-  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
-    KVSWAP_RETURN_IF_ERROR(make_room(sequence, returning));
-    KVSWAP_RETURN_IF_ERROR(past_.load({layer, sequence, sealed, returning.groups},
-                                      returning.records.back(), returning.memory.back()));
-  }
-  return returning;
+  return Returning{.layer = layer,
+                   .sealed = sealed,
+                   .groups = std::max<int64_t>(0, std::min(state.sealed_groups, end) - sealed)};
 }
 
-/// Where one more sequence's groups land: in pages of the layer's reuse buffer, whose own groups
-/// are forgotten; in memory of their own where the pages are a device's or too few.
-Status SequenceEditor::make_room(int64_t sequence, Returning& returning) {
-  SequencePages& pages = batch_.pages(sequence);
-  const bool lands_there =
-      context_.space->landing().landing_in(pages.first_reuse_page(returning.layer)) != nullptr;
-  std::byte* lent = lands_there ? pages.lend_to_crop(returning.layer, returning.groups) : nullptr;
-  if (lent != nullptr) {
-    returning.records.push_back(lent);
-    returning.memory.push_back(pages.memory());
-    return Status::ok();
+template <typename Visit>
+Status SequenceEditor::read(const Returning& returning, const Visit& visit) {
+  if (returning.groups == 0) return Status::ok();
+  auto blocks = past_.blocks();
+  if (!blocks.is_ok()) return blocks.status();
+  std::byte* records = blocks.value().slots[0];
+  const int64_t block = 2 * blocks.value().groups;
+  PrefixPages listed;
+  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+    for (int64_t done = 0; done < returning.groups; done += block) {
+      const PrefixReader::Groups groups = {returning.layer, sequence, returning.sealed + done,
+                                           std::min(block, returning.groups - done)};
+      KVSWAP_RETURN_IF_ERROR(past_.load(groups, records, blocks.value().memory));
+      KVSWAP_RETURN_IF_ERROR(past_.list(groups, records, listed));
+      KVSWAP_RETURN_IF_ERROR(visit(Read{groups, listed}));
+    }
   }
-  auto memory = share_aligned_bytes(returning.groups * context_.record_bytes(),
-                                    context_.options.memory_at_end());
-  if (!memory.is_ok()) return memory.status();
-  returning.records.push_back(memory.value().get());
-  returning.memory.push_back(std::move(memory.value()));
   return Status::ok();
 }
 
 Status SequenceEditor::crop_layer(const Returning& returning, int64_t positions) {
   std::vector<std::byte> room(context_.plan.group_bytes);
-  PrefixPages listed;
-  for (int64_t sequence = 0; returning.groups > 0 && sequence < batch_.size(); ++sequence) {
-    KVSWAP_RETURN_IF_ERROR(
-        past_.list({returning.layer, sequence, returning.sealed, returning.groups},
-                   returning.records[sequence], listed));
-    for (int64_t i = 0; i < returning.groups; ++i) {
-      KVSWAP_RETURN_IF_ERROR(tail_.put_back(returning.layer, sequence, returning.sealed + i,
+  KVSWAP_RETURN_IF_ERROR(read(returning, [&](const Read& read) {
+    const auto& [groups, listed] = read;
+    for (int64_t i = 0; i < groups.count; ++i) {
+      KVSWAP_RETURN_IF_ERROR(tail_.put_back(groups.layer, groups.sequence, groups.first + i,
                                             past_.tokens(listed, i, room.data())));
     }
-  }
+    return Status::ok();
+  }));
   Batch::Layer& layer = batch_.layer(returning.layer);
   layer.positions = positions;
   layer.prefilled = std::min(layer.prefilled, positions);
@@ -169,46 +174,29 @@ Status SequenceEditor::set_projection(int64_t layer, int64_t rank, const float* 
   return summarised;
 }
 
-/// Reads what is sealed, and gives it to the selector where that computes.
+/// Reads what is sealed, and gives it to the selector where that computes, a group at a time.
 Status SequenceEditor::summarise(int64_t layer) {
   KVSWAP_RETURN_IF_ERROR(account_.charge_summary(batch_, layer));
   const int64_t sealed = batch_.layer(layer).sealed_groups;
   if (sealed == 0) return Status::ok();
-  const int64_t record_bytes = context_.record_bytes();
-  const int64_t block = std::min(context_.plan.past_block_groups, sealed);
-  auto shared = share_aligned_bytes(block * record_bytes, context_.options.memory_at_end());
-  if (!shared.is_ok()) return shared.status();
-  const std::shared_ptr<std::byte>& buffer = shared.value();
-  // Records go there as they were read, those of e4m3 decoded.
-  const int64_t page_bytes =
-      context_.plan.has_float8_records ? context_.plan.token_page_bytes : record_bytes;
-  auto pool = context_.space->make_pool(block, page_bytes);
+  auto pool = context_.space->make_pool(1, context_.plan.token_page_bytes);
   if (!pool.is_ok()) return pool.status();
-  const auto page = [&](int64_t i) { return pool.value().page(static_cast<int32_t>(i)); };
+  std::byte* page = pool.value().page(0);
   std::vector<std::byte> room(context_.plan.group_bytes);
-  PrefixPages listed;
-  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
-    for (int64_t group = 0; group < sealed; group += block) {
-      const PrefixReader::Groups groups = {layer, sequence, group, std::min(block, sealed - group)};
-      KVSWAP_RETURN_IF_ERROR(past_.load(groups, buffer.get(), buffer));
-      if (!context_.plan.has_float8_records) {
-        KVSWAP_RETURN_IF_ERROR(
-            context_.space->compute().upload(page(0), buffer.get(), groups.count * record_bytes));
-      }
-      KVSWAP_RETURN_IF_ERROR(past_.list(groups, buffer.get(), listed));
-      for (int64_t i = 0; i < groups.count; ++i) {
-        if (context_.plan.has_float8_records) {
-          KVSWAP_RETURN_IF_ERROR(context_.space->compute().upload(
-              page(i), past_.tokens(listed, i, room.data()), context_.plan.group_bytes));
-        }
-        KVSWAP_RETURN_IF_ERROR(context_.selector->append({.layer = layer,
-                                                          .sequence = sequence,
-                                                          .keys = sealer_.keys_of(page(i)),
-                                                          .tokens = context_.options.group_tokens,
-                                                          .valid = &batch_.validity(sequence)}));
-      }
+  KVSWAP_RETURN_IF_ERROR(read({.layer = layer, .groups = sealed}, [&](const Read& read) {
+    const auto& [groups, listed] = read;
+    for (int64_t i = 0; i < groups.count; ++i) {
+      KVSWAP_RETURN_IF_ERROR(context_.space->compute().upload(
+          page, past_.tokens(listed, i, room.data()), context_.plan.group_bytes));
+      KVSWAP_RETURN_IF_ERROR(
+          context_.selector->append({.layer = layer,
+                                     .sequence = groups.sequence,
+                                     .keys = sealer_.keys_of(page),
+                                     .tokens = context_.options.group_tokens,
+                                     .valid = &batch_.validity(groups.sequence)}));
     }
-  }
+    return Status::ok();
+  }));
   return context_.space->compute().hand_back();
 }
 

@@ -13,8 +13,10 @@ namespace kvswap {
 
 /// What changes in the middle of a session: its length, its sequences, its projections.
 ///
-/// Before any of it no choice is under way (StepCoordinator::drain). Each is all or nothing, but
-/// for set_projection(), after whose failure the layer has none. Not thread-safe.
+/// Before any of it no choice is under way (StepCoordinator::drain). Each is all or nothing, with
+/// two exceptions. A layer has no projection after a set_projection() that failed. A crop() whose
+/// second reading fails is unfinished: see EngineContext::unfinished_crop.
+/// Not thread-safe.
 class SequenceEditor {
  public:
   SequenceEditor(EngineContext& context, Batch& batch, Tail& tail, Sealer& sealer,
@@ -27,25 +29,31 @@ class SequenceEditor {
         account_(account),
         steps_(steps) {}
 
+  /// Layers become shorter from the last one to the first.
   Status crop(int64_t positions);
   Status select_sequences(std::span<const int64_t> indices);
   /// Both [kv_heads * head_dim, rank]; what is sealed is read and summarised anew.
   Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
 
   /// What it allocates.
-  static void reserve(Arena& arena, const Plan& plan, const Extent& extent);
+  static void reserve(Arena& arena, const Plan& plan);
 
  private:
   /// Sealed groups that a crop brings back to the tail.
   struct Returning {
     int64_t layer = 0;
     int64_t sealed = 0;  // groups that stay in the file
-    int64_t groups = 0;
-    std::vector<std::byte*> records;            // [batch], each [groups, record_bytes]
-    std::vector<std::shared_ptr<void>> memory;  // [batch], that they stand in
+    int64_t groups = 0;  // of each sequence, after those
   };
-  Result<Returning> read_returning(int64_t layer, int64_t positions);
-  Status make_room(int64_t sequence, Returning& returning);
+  Result<Returning> returning_of(int64_t layer, int64_t positions) const;
+  /// Some of one sequence's groups, in memory until the next are read.
+  struct Read {
+    const PrefixReader::Groups& groups;
+    const PrefixPages& listed;
+  };
+  /// All of them, block by block: Status visit(const Read&).
+  template <typename Visit>
+  Status read(const Returning& returning, const Visit& visit);
   Status crop_layer(const Returning& returning, int64_t positions);
   Status summarise(int64_t layer);
 

@@ -38,7 +38,6 @@ class LayeredFile final : public DataFile {
   /// The first offset that a file may have above `end_bytes`, for records of that size.
   static int64_t begin_above(int64_t end_bytes, int64_t record_bytes);
 
-  DataFile& own_file() const { return *own().file; }
   int64_t own_begin_bytes() const { return own().begin_bytes; }
   /// All files, the own one last.
   std::vector<Part> parts() const;

@@ -21,7 +21,7 @@ namespace kvswap {
 /// its machine paused) does not count. A call that was asked to end returns kInterrupted. Either
 /// way nothing is lost, and what is in flight stays so.
 ///
-/// Thread rules: stop() and resume() from any thread; set_question() before the first wait.
+/// Thread rules: stop() from any thread; set_question() before the first wait.
 class WaitPolicy {
  public:
   static constexpr auto kLookUp = std::chrono::milliseconds(100);

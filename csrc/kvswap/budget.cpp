@@ -80,26 +80,6 @@ Settings between(const Settings& settings, const ModelShape& shape, bool keeps_c
   return chosen;
 }
 
-/// Pages of each layer, or of each that has pages at a time, for what a crop of all layers reads
-/// back.
-int64_t crop_pages(const Settings& settings, int64_t layers) {
-  const int64_t tail = tail_pages(settings);
-  const int64_t apart = std::min(settings.resident_layers.value_or(layers), layers);
-  return (layers * tail + apart - 1) / apart;
-}
-
-/// The settings, or with as many pages as a crop takes where that needs less memory: with fewer
-/// every layer keeps memory for it.
-template <typename NeedOf>
-Settings in_least_memory(const Settings& settings, const ModelShape& shape, int64_t pages_max,
-                         const NeedOf& need_of) {
-  const int64_t crop = crop_pages(settings, shape.layers);
-  if (settings.pages_max >= crop || crop > pages_max) return settings;
-  Settings roomier = settings;
-  roomier.pages_max = crop;
-  return need_of(roomier).at("total") < need_of(settings).at("total") ? roomier : settings;
-}
-
 template <typename Fits>
 Settings with_spare_pages(const Settings& settings, int64_t pages_max, const Fits& fits) {
   const auto wider = [&](int64_t more) {
@@ -218,10 +198,7 @@ Settings fit_budget(const Request& request, const ModelShape& shape, const Setti
     return need_of(candidate).at("total") <= request.kv_memory_bytes;
   };
   const auto lowered = [&](const Settings& given) {
-    const auto at = [&](int64_t step) {
-      return in_least_memory(between(given, shape, how.keeps_columns, step), shape, given.pages_max,
-                             need_of);
-    };
+    const auto at = [&](int64_t step) { return between(given, shape, how.keeps_columns, step); };
     if (!fits(at(0))) return Lowered{.settings = at(0)};
     const int64_t step = largest(kSteps, [&](int64_t n) { return fits(at(n)); });
     return Lowered{.settings = at(step), .step = step};
@@ -244,8 +221,8 @@ Settings fit_budget(const Request& request, const ModelShape& shape, const Setti
   return with_spare_pages(best.settings, settings.pages_max, fits);
 }
 
-Settings fit_pages(const Request& request, const ModelShape& shape, const Settings& settings,
-                   const Need& need, int64_t ready_for) {
+Settings fit_pages(const Request& request, const Settings& settings, const Need& need,
+                   int64_t ready_for) {
   int64_t context = request.context;
   const auto need_of = [&](const Settings& candidate) {
     return need(candidate, request.batch, context);
@@ -255,7 +232,6 @@ Settings fit_pages(const Request& request, const ModelShape& shape, const Settin
   };
   Settings fewest = settings;
   fewest.pages_max = std::max(settings.groups_max, settings.select_queries_max);
-  fewest = in_least_memory(fewest, shape, settings.pages_max, need_of);
   if (!fits(fewest)) {
     throw SessionError(SessionError::Kind::kBudget, too_small(request, need_of(fewest), fewest));
   }
@@ -339,12 +315,6 @@ class Divider {
     chosen.groups_max = groups;
     chosen.pages_max = std::max(groups, settings_.select_queries_max);
     chosen.resident_layers = resident_layers;
-    if (!resident_layers) {
-      return in_least_memory(chosen, shape_, settings_.pages_max,
-                             [&](const Settings& candidate) { return need_of(candidate); });
-    }
-    // As many as a crop of all layers wants; it has memory of its own otherwise.
-    chosen.pages_max = std::max(chosen.pages_max, crop_pages(chosen, shape_.layers));
     return chosen;
   }
 

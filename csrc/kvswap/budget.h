@@ -66,8 +66,8 @@ Settings fit_budget(const Request& request, const ModelShape& shape, const Setti
 
 /// The settings with as many pages for reuse, up to their own, as fit a budget; fewer change no
 /// answer. Where the fewest leave room for `ready_for` tokens, that stays. Throws as fit_budget().
-Settings fit_pages(const Request& request, const ModelShape& shape, const Settings& settings,
-                   const Need& need, int64_t ready_for);
+Settings fit_pages(const Request& request, const Settings& settings, const Need& need,
+                   int64_t ready_for);
 
 /// The settings that make the most of a budget, where nobody has calibrated or asked for any.
 ///

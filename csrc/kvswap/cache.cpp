@@ -393,6 +393,11 @@ LayerState Cache::layer(int64_t layer, int64_t queries) const {
           .needs_scores = engine.given().needs_scores(layer, queries)};
 }
 
+void Cache::check() const {
+  const Impl::Use use(*impl_);
+  throw_status(use.engine().check());
+}
+
 Held Cache::held() const {
   const Impl::Use use(*impl_);
   const Engine& engine = use.engine();

@@ -83,7 +83,7 @@ struct LookAheadTerms {
 /// and waits for it. Not valid in a forked child. Every method but close() throws
 /// std::invalid_argument for a wrong call and SessionError for what the world or a limit refuses.
 /// After an error the same call may be made again, when its cause is gone; crop() to the positions
-/// before a forward pass takes back what its layers have appended.
+/// before a forward pass takes back what its layers have appended, unless a crop() is unfinished.
 class Cache {
  public:
   explicit Cache(const CacheOptions& options);
@@ -127,7 +127,7 @@ class Cache {
   /// takes memory in the order of its own K, V and output on top of the ledger's.
   /// received: [batch, kv_heads, positions] out, of a cache that tells_attention: what of a
   /// decoding step's attention each token received, the mean over queries and a KV head's query
-  /// heads; 0: it was not attended. Empty: nobody asks.
+  /// heads; 0: it was not attended. Empty: not wanted.
   void attend(int64_t layer, const Queries& query, float scale, void* output,
               const CapAndSinks& terms = {}, std::span<float> received = {});
   /// append() and attend() in one; on a device a prefill is written while its attention is
@@ -156,7 +156,10 @@ class Cache {
 
   /// Sequence i goes on as sequence indices[i]: beam reorder, select, repeat. Nothing is rewritten.
   void select_sequences(std::span<const int64_t> indices);
-  /// Keeps the first `positions` positions of every layer.
+  /// Keeps the first `positions` positions of every layer. All or nothing, but for one case: what
+  /// returns to the tail is read twice, and where the second reading fails or is ended the crop is
+  /// unfinished. Then crop() to as many positions or fewer ends it, reset() forgets it, and every
+  /// call that computes, saves or changes anything throws SessionError (kStorage).
   void crop(int64_t positions);
   /// Forgets everything but projections and settings.
   void reset();
@@ -170,6 +173,8 @@ class Cache {
   /// Gives back file and memory; further calls throw. Idempotent, never throws.
   void close() noexcept;
 
+  /// Throws what the next call would, where it is refused whatever it is: see crop().
+  void check() const;
   /// needs_scores: of so many queries.
   LayerState layer(int64_t layer, int64_t queries = 1) const;
   Held held() const;

@@ -55,7 +55,7 @@ class OwnTokens {
   std::vector<std::byte> values_;
 };
 
-/// Nothing is before the chunk, all of it counts, and nobody asks for more than its output.
+/// Nothing is before the chunk, all of it counts, and only its output is wanted.
 bool is_alone(Engine& engine, const ExactArgs& args) {
   const AttendArgs& attention = args.attention;
   if (args.past > 0 || attention.softcap != 0 || attention.sinks != nullptr ||

@@ -153,7 +153,7 @@ CacheOptions SavedCache::options(const std::string& directory, const Budget& bud
   };
   const FirstPass saved = {.batch = request.batch, .tokens = tokens()};
   const int64_t ready_for = budget.max_context ? request.context : saved.context();
-  options.settings = fit_pages(request, options.shape, options.settings, need, ready_for);
+  options.settings = fit_pages(request, options.settings, need, ready_for);
   return options;
 }
 

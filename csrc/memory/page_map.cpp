@@ -189,14 +189,6 @@ uint64_t PageMap::stays_from() const {
   return from;
 }
 
-void PageMap::vacate(int64_t count) {
-  KVSWAP_ASSERT(count <= pages());
-  for (int32_t index = 0; index < count; ++index) {
-    if (states_[index].is_filled) erase(index);
-  }
-  is_ordered_ = false;
-}
-
 std::vector<PageMap::Held> PageMap::held() const {
   std::vector<Held> held;
   for (int32_t index = 0; index < pages(); ++index) {

@@ -40,8 +40,6 @@ class PageMap {
   /// The cluster in a page has so many of them, until it leaves; 1 at first. Only where clusters
   /// are replaced as such.
   void describe(int32_t page, int32_t cluster_pages);
-  /// Empties the first `count` pages.
-  void vacate(int64_t count);
   void clear();
   /// The page that holds `key`, or -1.
   int32_t find(uint64_t key) const;

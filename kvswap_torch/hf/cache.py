@@ -228,6 +228,9 @@ class KVSwapCache(convert.Converting, Saving, OwnPasses, NotCopied, Cache):
         ------
         ValueError
             For a positive number, which once meant the length to keep.
+        StorageError
+            When what returns to memory cannot be read: nothing has changed, or the crop is
+            unfinished, and is to be made again (docs/faults.md).
         """
         self._make_usable()
         tokens_to_remove = check_removed(tokens_to_remove)

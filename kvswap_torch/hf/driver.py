@@ -218,6 +218,7 @@ class SessionDriver:
     def begin_pass(self) -> int:
         """Positions before a pass that is about to begin; `take_back` comes back to this."""
         positions = self.positions()
+        self.session.check()
         self.estimates.begin_pass()
         self.padding.begin()
         self._narrowed, self.expected = False, 0

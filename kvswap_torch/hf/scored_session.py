@@ -21,8 +21,9 @@ class ScoredSession:
     """A session that asks a plug-in before each choice, and tells it what is sealed.
 
     Where a call that changes what the plug-in holds ends in an exception, nobody knows what it
-    holds: the cache stays as it was before the call, or before the forward pass, and the next pass
-    begins with a reset of the plug-in and all sealed keys, read back from disk.
+    holds: the cache stays as it was before the call, or before the forward pass, or has a crop that
+    is unfinished. The next pass begins with a reset of the plug-in and all sealed keys, read back
+    from disk.
 
     Parameters
     ----------

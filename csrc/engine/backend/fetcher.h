@@ -90,7 +90,6 @@ class Fetcher {
 
   const FetchCounters& counters() const { return counters_; }
   const BlockReader& reader() const { return *reader_; }
-  int64_t scrap_bytes() const { return scrap_.size(); }
 
  private:
   Fetcher(std::unique_ptr<BlockReader> reader, RecordStore* store, const Options& options,

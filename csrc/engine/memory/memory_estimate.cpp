@@ -35,7 +35,7 @@ Arena memory_need(const Plan& plan, const Extent& extent) {
   PrefixReader::reserve(arena, plan);
   ChunkedPrefill::reserve(arena, plan);
   Sealer::reserve(arena, plan);
-  SequenceEditor::reserve(arena, plan, extent);
+  SequenceEditor::reserve(arena, plan);
   ClusterUpdater::reserve(arena, plan, extent);
   RetentionManager::reserve(arena, plan, extent);
   RecallAudit::reserve(arena, plan, extent);

@@ -131,22 +131,21 @@ Status PrefixReader::read(const Positions& positions, void* keys, void* values) 
 
 Status PrefixReader::read_sealed(const Positions& positions, const TokenView& target) {
   const int64_t group_tokens = context_.options.group_tokens;
-  const int64_t record_bytes = context_.record_bytes();
   const int64_t end = std::min((positions.end + group_tokens - 1) / group_tokens,
                                batch_.layer(positions.layer).sealed_groups);
   int64_t group = positions.begin / group_tokens;
   if (group >= end) return Status::ok();
-  const int64_t block = std::min(context_.plan.past_block_groups, end - group);
-  auto shared = share_aligned_bytes(block * record_bytes, context_.options.memory_at_end());
-  if (!shared.is_ok()) return shared.status();
-  const std::shared_ptr<std::byte>& buffer = shared.value();
+  auto blocks = this->blocks();
+  if (!blocks.is_ok()) return blocks.status();
+  std::byte* records = blocks.value().slots[0];
+  const int64_t block = 2 * blocks.value().groups;
   std::vector<std::byte> room(context_.plan.group_bytes);
   PrefixPages listed;
   for (; group < end; group += block) {
     const Groups groups = {positions.layer, positions.sequence, group,
                            std::min(block, end - group)};
-    KVSWAP_RETURN_IF_ERROR(load(groups, buffer.get(), buffer));
-    KVSWAP_RETURN_IF_ERROR(list(groups, buffer.get(), listed));
+    KVSWAP_RETURN_IF_ERROR(load(groups, records, blocks.value().memory));
+    KVSWAP_RETURN_IF_ERROR(list(groups, records, listed));
     for (int64_t i = 0; i < groups.count; ++i) {
       unpack(tokens(listed, i, room.data()), group + i, positions, target);
     }

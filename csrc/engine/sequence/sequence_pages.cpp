@@ -126,19 +126,6 @@ std::byte* SequencePages::retained_float8_page(int64_t layer, int64_t index) con
          index % each * (plan_.group_bytes / each);
 }
 
-std::byte* SequencePages::lend_to_crop(int64_t layer, int64_t groups) {
-  if (!plan_.shares_pages) {
-    if (groups > plan_.options.pages_max) return nullptr;
-    map(layer).vacate(groups);
-    return first_reuse_page(layer);
-  }
-  // Layers cannot have the pages they share at once: each has a place of its own among them all.
-  const int64_t each = plan_.tail_pages;
-  if (groups > each || layer >= plan_.crop_lenders) return nullptr;
-  for (PageMap& shared : maps_) shared.clear();
-  return records_.page(static_cast<int32_t>(layer * each));
-}
-
 void SequencePages::copy_from(SequencePages& other) {
   space_.compute().copy(tokens_.page(0), other.tokens_.page(0), tokens_.resident_bytes());
   sinks_ = other.sinks_;

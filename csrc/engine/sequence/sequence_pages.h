@@ -36,9 +36,6 @@ class SequencePages {
   std::byte* first_reuse_page(int64_t layer) const {
     return records_.page(static_cast<int32_t>(layer % std::ssize(maps_) * plan_.options.pages_max));
   }
-  /// Where a crop puts the layer's groups that return to the tail, before any layer changes: pages
-  /// of the reuse buffer, whose own groups are forgotten. Null: there are too few.
-  std::byte* lend_to_crop(int64_t layer, int64_t groups);
   /// Groups that are pinned as sinks; sink i stands in sink_page(layer, i).
   std::vector<int32_t>& sinks(int64_t layer) { return sinks_[layer]; }
   std::byte* sink_page(int64_t layer, int64_t index) const;

@@ -399,16 +399,15 @@ Status load_waiting(EngineContext& context, Batch& batch, int64_t layer,
 
 Status verify_clusters(EngineContext& context, Batch& batch, PrefixReader& past, int64_t layer) {
   if (context.clusters_of(layer) == nullptr) return Status::ok();
-  const int64_t block = context.plan.past_block_groups;
-  auto memory =
-      share_aligned_bytes(block * context.stored_bytes(), context.options.memory_at_end());
-  if (!memory.is_ok()) return memory.status();
+  auto blocks = past.blocks();
+  if (!blocks.is_ok()) return blocks.status();
+  const std::shared_ptr<std::byte>& memory = blocks.value().memory;
+  const int64_t block = 2 * blocks.value().groups;
   for (int64_t row = 0; row < batch.size(); ++row) {
     const std::vector<int64_t> ids = cluster_page_ids(context.clusters->of(layer, row));
     for (int64_t first = 0; first < std::ssize(ids); first += block) {
       const auto some = std::span(ids).subspan(first, std::min(block, std::ssize(ids) - first));
-      KVSWAP_RETURN_IF_ERROR(
-          past.load_stored({layer, row, some}, memory.value().get(), memory.value()));
+      KVSWAP_RETURN_IF_ERROR(past.load_stored({layer, row, some}, memory.get(), memory));
     }
   }
   return Status::ok();

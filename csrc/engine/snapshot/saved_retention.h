@@ -11,7 +11,7 @@
 namespace kvswap {
 
 /// Of a layer's retained tokens, for a saved session or a fork: of each sequence how long its state
-/// is (kept_to_bytes()) and how many pages it has, then all of these.
+/// is (retained_to_bytes()) and how many pages it has, then all of these.
 void list_retained(EngineContext& context, Batch& batch, int64_t layer,
                    std::vector<SavedTensor>& tensors);
 

@@ -119,11 +119,11 @@ Result<bool> SnapshotWriter::link(SnapshotTarget& target) {
 Status SnapshotWriter::copy(SnapshotTarget& target, uint64_t seed, Records& records,
                             std::vector<uint32_t>& numbers) {
   const int64_t sealed = batch_.layer(0).sealed_groups;
-  const int64_t stored_bytes = context_.stored_bytes();
-  const int64_t block = std::min(context_.plan.past_block_groups, sealed);
-  if (block == 0) return Status::ok();
-  auto buffer = share_aligned_bytes(block * stored_bytes, context_.options.memory_at_end());
-  if (!buffer.is_ok()) return buffer.status();
+  if (sealed == 0) return Status::ok();
+  auto blocks = past_.blocks();
+  if (!blocks.is_ok()) return blocks.status();
+  const std::shared_ptr<std::byte>& buffer = blocks.value().memory;
+  const int64_t block = 2 * blocks.value().groups;
   for (int64_t layer = 0; layer < context_.options.layers; ++layer) {
     for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
       std::vector<int64_t> ids(sealed);
@@ -138,7 +138,7 @@ Status SnapshotWriter::copy(SnapshotTarget& target, uint64_t seed, Records& reco
       for (int64_t first = 0; first < std::ssize(ids); first += block) {
         const auto some = std::span(ids).subspan(first, std::min(block, std::ssize(ids) - first));
         KVSWAP_RETURN_IF_ERROR(
-            copy_records(target, seed, {layer, sequence, some}, buffer.value(), records, numbers));
+            copy_records(target, seed, {layer, sequence, some}, buffer, records, numbers));
       }
     }
   }

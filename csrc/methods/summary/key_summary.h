@@ -84,7 +84,7 @@ class KeySummary {
   int64_t bytes_to_own(int64_t row) const;
   void truncate(int64_t rows);
 
-  /// A chunk of `rows` rows that was saved: what chunk_tensors() lists, already checked.
+  /// A chunk of `rows` rows that was saved, already checked.
   Result<std::shared_ptr<Chunk>> load_chunk(int64_t rows, std::span<const std::byte> saved_rows,
                                             std::span<const std::byte> saved_scales) const;
   /// A chunk of another summary of this shape, which neither changes from now on.

@@ -172,6 +172,129 @@ TEST_P(ReadFault, ARefusedSubmitLosesNoPage) {
 
 INSTANTIATE_TEST_SUITE_P(Places, ReadFault, testing::Values(Place::kHost, Place::kDevice));
 
+struct CropOf {
+  const char* name;
+  std::function<void(EngineOptions&)> adapt;
+  int64_t block_groups = 0;  // that are read at once; 0: as many as return
+};
+
+const CropOf kCropsOf[] = {
+    {"records of the model", [](EngineOptions&) {}},
+    {"blocks of four groups",
+     [](EngineOptions& options) {
+       options.head_dim = 256;
+       options.kv_memory_bytes = 3 << 19;
+     },
+     4},
+    {"e4m3", [](EngineOptions& options) { options.records = "fp8"; }},
+    {"int4", [](EngineOptions& options) { options.records = "int4"; }},
+    {"each head", [](EngineOptions& options) { options.heads = "each"; }},
+    {"shared pages",
+     [](EngineOptions& options) {
+       options.layers = 3;
+       options.ranks = {5, 8, 6};
+       options.resident_layers = 2;
+     }},
+};
+
+/// A crop reads twice: what fails the first time changes nothing, and what fails the second time
+/// leaves a crop that must be ended.
+class CropFault {
+ public:
+  CropFault(const CropOf& of, Place place) : of_(of), place_(place) {}
+
+  /// Fails each read of a crop in turn.
+  void run() {
+    uint64_t reads = 0;
+    strike(0, &reads);
+    const uint64_t step = 1 + reads / 40;
+    for (uint64_t read = 1; read <= reads && !testing::Test::HasFatalFailure(); read += step) {
+      SCOPED_TRACE(read);
+      strike(read, &reads);
+    }
+    EXPECT_GT(unchanged_, 3);
+    EXPECT_GT(unfinished_, 3);
+  }
+
+ private:
+  static constexpr int64_t kTokens = 150;
+
+  EngineOptions options(const std::string& directory, ReadFaults* faults) const {
+    EngineOptions options = with_read_faults(directory, faults);
+    options.group_tokens = 2;
+    options.tail_tokens = 13;
+    of_.adapt(options);
+    if (place_ == Place::kDevice) options.device = host_device({});
+    return options;
+  }
+
+  void fill(EngineRun& run) const {
+    for (int64_t layer = 0; layer < run.engine().options().layers; ++layer) {
+      run.append(layer, 2, kTokens);
+      ASSERT_TRUE(run.set_projection(layer).is_ok());
+    }
+    run.compare_state();
+  }
+
+  /// read: that fails; 0: none does, and `reads` are counted.
+  void strike(uint64_t read, uint64_t* reads) {
+    const TestDirectory directory;
+    ReadFaults faults;
+    EngineRun run(options(directory.path(), &faults), 3);
+    fill(run);
+    if (of_.block_groups > 0) {
+      ASSERT_EQ(2 * run.engine().context().plan.past_block_groups, of_.block_groups);
+    }
+    run.compare_contents();  // rounded records are those that a crop brings back
+    faults = {};
+    faults.fail_read = read;
+    const Status cropped = run.engine().crop(77);
+    if (read == 0) {
+      ASSERT_TRUE(cropped.is_ok()) << cropped.message();
+      *reads = faults.reads_seen;
+      return;
+    }
+    faults = {};
+    ASSERT_EQ(cropped.code(), StatusCode::kStorage) << cropped.message();
+    EXPECT_EQ(run.engine().positions(0), kTokens);
+    end(run, read);
+    run.compare_contents();
+    for (int step = 0; step < 3 && !testing::Test::HasFatalFailure(); ++step) run.forward(2, 2);
+  }
+
+  /// By a crop to as many positions or fewer, or by a reset.
+  void end(EngineRun& run, uint64_t read) {
+    const Status other = run.engine().check();
+    if (other.is_ok()) {
+      ++unchanged_;
+      run.compare_contents();
+    } else {
+      ++unfinished_;
+      EXPECT_EQ(other.code(), StatusCode::kStorage);
+      EXPECT_EQ(other.error_number(), EIO) << "the cause's";
+      EXPECT_NE(other.message().find("must first be cropped to 77 positions"), std::string::npos);
+      EXPECT_FALSE(run.engine().select_sequences(std::vector<int64_t>{0, 1}).is_ok());
+      EXPECT_EQ(run.engine().crop(78).code(), StatusCode::kInvalid);
+    }
+    if (read % 3 != 0) return run.crop(read % 3 == 1 ? 77 : 40);
+    run.reset();
+    fill(run);
+  }
+
+  const CropOf& of_;
+  const Place place_;
+  int unchanged_ = 0;
+  int unfinished_ = 0;
+};
+
+TEST_P(ReadFault, InACropChangesNothingOrIsEndedByTheNext) {
+  for (const CropOf& of : kCropsOf) {
+    SCOPED_TRACE(of.name);
+    CropFault(of, GetParam()).run();
+    if (HasFatalFailure()) return;
+  }
+}
+
 TEST(ReadFaultElsewhere, LeavesCropAndProjectionAsTheyWere) {
   const TestDirectory directory;
   ReadFaults faults;

@@ -42,7 +42,6 @@ class ModelMap {
       if (page.is_filled && page.key == key) page = {};
     }
   }
-  void vacate(int32_t count) { std::fill_n(pages_.begin(), count, PageState{}); }
   std::vector<uint64_t> keys() const {
     std::vector<uint64_t> keys;
     for (const PageState& page : pages_) {
@@ -116,11 +115,6 @@ TEST_P(PageMapTest, EqualsAModel) {
         map.forget(key);
         model.forget(key);
         ASSERT_EQ(map.find(key), -1);
-      }
-      if (random() % 29 == 0) {
-        const auto count = static_cast<int32_t>(random() % (pages + 1));
-        map.vacate(count);
-        model.vacate(count);
       }
       for (const uint64_t key : model.keys()) ASSERT_GE(map.find(key), 100);
       if (step == 1000) {
