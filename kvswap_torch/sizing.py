@@ -51,10 +51,6 @@ class ModelShape:
         """Elements of one token's K in one layer."""
         return self.kv_heads * self.head_dim
 
-    def row_width(self, config: SwapConfig) -> int:
-        """Elements of a token's K that make one row of a summary: the most columns it can have."""
-        return config.row_heads(self.kv_heads) * self.head_dim
-
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of K and V of `tokens` tokens in all layers, uncompressed."""
         return self.sides * self.layers * self.width * self.element_bytes * tokens

@@ -93,10 +93,6 @@ class DiskFigures:
                 f"disk figures: must be what DiskFigures.to_json() gives, got {plain!r} ({error})"
             ) from error
 
-    def best_bytes_per_s(self) -> float:
-        """The highest bandwidth met."""
-        return max(cell.bytes_per_s for cell in self.cells)
-
 
 def four_digits(value: float) -> float:
     """`value` with four significant digits."""

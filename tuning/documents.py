@@ -12,7 +12,7 @@ import itertools
 import lzma
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,8 +49,6 @@ TURNS = (
     "{q}\n{a}\n\n",
     "- {q} {a}\n",
 )
-
-Encode = Callable[[str], list[int]]
 
 
 def default_samples(

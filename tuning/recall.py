@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 
 from kvswap_torch import ops
-from kvswap_torch.methods.kvswap import SUMMARY_LEVELS, kept_rows
 from kvswap_torch.projection import Pair, flat_tokens, sum_over_heads
 from kvswap_torch.tuning.look_ups import FoundSteps, attention_views, shares_found
 from kvswap_torch.tuning.observe import Observed
 
+SUMMARY_LEVELS = ("int8", "int4")  # of `summary.dtype` those of whole numbers, with a scale a token
+INT4_MOST = 7
 FEW = 4  # of the groups attended one in so many: where selections are tight, predictions show
 RANKS = (4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
 QUERIES = ("predicted", "true")
@@ -35,6 +36,21 @@ class Choice:
     sink_tokens: int = 4
     tail_tokens: int = 32
     score: str = "mass"
+
+
+def kept_rows(rows: torch.Tensor, summary_dtype: str) -> torch.Tensor:
+    """What a summary of whole numbers keeps of low-rank rows ``[tokens, rank]``, fp32.
+
+    int8 is what the cache's own op makes of them, which knows no int4.
+    """
+    if summary_dtype == "int8":
+        numbers, scale = ops.project_keys(
+            rows[None, None].contiguous(), torch.eye(rows.shape[1]), torch.int8
+        )
+        blocks = numbers[0].float() * scale[0][:, None]  # [blocks, rank, 16]
+        return blocks.transpose(1, 2).flatten(0, 1)[: len(rows)]
+    scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-30) / INT4_MOST
+    return (rows / scale).round() * scale
 
 
 def rank_grid(width: int, most: int | None = None) -> tuple[int, ...]:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 CHUNK = 4096  # tokens of the document per forward pass
 CONTAINS, EXACT = "contains", "exact"
-ACCURACIES = (CONTAINS, EXACT)
 STEPS, ONE_PASS = "steps", "chunk"
 WAYS = (STEPS, ONE_PASS)
 

@@ -17,7 +17,6 @@ from tests.oracles.repositories import cache_at, module_at
 
 WINDOW = 32
 VARIANCE = 263.8108280337562
-TEMPERATURES = (7.774380648611771, 5.407015096778621, 5.527702582901318)
 
 
 class Code(NamedTuple):

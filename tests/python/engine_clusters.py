@@ -7,11 +7,11 @@ from dataclasses import asdict
 
 import torch
 
-from kvswap_torch.methods.clusters import ClusterOptions
+from tests.python.reference_methods.clusters import ClusterOptions
 
 
 class EngineClusters:
-    """`kvswap_torch.methods.clusters.Clusters`, computed by its C++ twin (`adaptive_clusters.h`).
+    """`reference_methods.clusters.Clusters`, computed by its C++ twin (`adaptive_clusters.h`).
 
     The same rules; sums in between are fp64, so that threads and the CPU change no bit. What is
     given out are copies.

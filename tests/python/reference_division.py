@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kvswap_torch.methods import cake, compresskv
-from kvswap_torch.methods.observed import attention_weights, by_mass
+from tests.python.reference_methods import cake, compresskv
+from tests.python.reference_methods.observed import attention_weights, by_mass
 
 
 class Division:

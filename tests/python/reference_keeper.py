@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from kvswap_torch.methods.arkv import in_dtype_of, layer_quality, token_worth
-from kvswap_torch.methods.observed import (
+from tests.python.reference_division import Division
+from tests.python.reference_methods.arkv import in_dtype_of, layer_quality, token_worth
+from tests.python.reference_methods.observed import (
     agreement,
     attention_weights,
     by_mass,
     log_sum_exp,
     most_attended,
 )
-from kvswap_torch.methods.shadowkv import outlier_worth
-from tests.python.reference_division import Division
+from tests.python.reference_methods.shadowkv import outlier_worth
 from tests.reference import float8_rounded
 
 

@@ -7,8 +7,8 @@ import functools
 
 import torch
 
-from kvswap_torch.methods import METHODS
-from kvswap_torch.methods.two_stages import in_two_stages
+from tests.python.reference_methods import METHODS
+from tests.python.reference_methods.two_stages import in_two_stages
 
 
 class Scores:

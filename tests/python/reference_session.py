@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import torch
 
 from kvswap_torch.errors import ClosedError
-from kvswap_torch.methods import METHODS
 from tests.python.reference_decisions import Decisions
 from tests.python.reference_dropping import Dropping
 from tests.python.reference_keeper import ReferenceKeeper, as_kept
 from tests.python.reference_kept import Kept
+from tests.python.reference_methods import METHODS
 from tests.python.reference_options import COUNTERS, Options
 from tests.python.reference_scores import Scores
 from tests.reference import rounded_records

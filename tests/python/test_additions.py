@@ -88,7 +88,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     included = '#include "methods/summary/user_scored_encoder.h"'
     insert(kinds, included, '#include "methods/summary/first_encoder.h"\n')
     insert(kinds, '    SummaryKind{.name = "given",', REGISTERED)
-    methods = tree / "kvswap_torch" / "methods"
+    methods = tree / "tests" / "python" / "reference_methods"
+    shutil.copytree(ROOT / "tests" / "python" / "reference_methods", methods)
+    shutil.copy(ROOT / "tests" / "__init__.py", tree / "tests")
     shutil.copy(ADDED / "first.py", methods)
     insert(methods / "__init__.py", "kvswap, quest, shadowkv\n", "first, ")
     line = '    "first": Method("first", "a test", False, first.group_scores),\n'
@@ -184,7 +186,7 @@ def test_the_method_chooses_as_its_reference(tree: Path, tmp_path: Path) -> None
     torch.save((keys[:, : 4 * sealed], query), tmp_path / "tensors.pt")
     code = f"""
 import torch
-from kvswap_torch.methods import METHODS
+from tests.python.reference_methods import METHODS
 keys, query = torch.load({str(tmp_path / "tensors.pt")!r})
 scores = METHODS["first"].group_scores(keys, torch.ones(keys.shape[1]).bool(), query, 4)
 print(*scores[0].topk(6).indices.sort().values.tolist())

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvswap_torch.methods.cluster_choice import SCORES, best_within, cluster_scores
-from kvswap_torch.methods.clusters import (
+from tests.python.engine_clusters import EngineClusters
+from tests.python.reference_methods.cluster_choice import SCORES, best_within, cluster_scores
+from tests.python.reference_methods.clusters import (
     PENDING,
     SINK,
     TAIL,
@@ -18,7 +19,7 @@ from kvswap_torch.methods.clusters import (
     ClusterOptions,
     Clusters,
 )
-from kvswap_torch.methods.k_means import (
+from tests.python.reference_methods.k_means import (
     comparable,
     k_means,
     mean_variance,
@@ -26,7 +27,6 @@ from kvswap_torch.methods.k_means import (
     split_in_two,
     squares,
 )
-from tests.python.engine_clusters import EngineClusters
 
 STEPS = 40  # after the prompt
 OPTIONS = st.builds(

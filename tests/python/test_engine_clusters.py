@@ -8,8 +8,8 @@ what threads and instruction sets must not change in `tests/cpp/methods/test_ada
 import pytest
 import torch
 
-from kvswap_torch.methods.clusters import ClusterOptions, Clusters
 from tests.python.engine_clusters import EngineClusters
+from tests.python.reference_methods.clusters import ClusterOptions, Clusters
 from tests.python.test_clusters import drawn
 
 STEPS = 120

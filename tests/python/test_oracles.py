@@ -18,9 +18,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvswap_torch import SwapConfig
 from kvswap_torch.config import ModelIdentity
 from kvswap_torch.config.engine import flat_settings
-from kvswap_torch.methods import arkv, cake, compresskv
 from kvswap_torch.projection import from_chunk
 from tests.oracles import models
+from tests.python.reference_methods import arkv, cake, compresskv
 from tests.python.reference_options import Options
 from tests.python.test_session import native
 

@@ -12,8 +12,8 @@ import torch
 from examples.plug_ins import MostSimilarKey
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.errors import BudgetError, ConfigError
-from kvswap_torch.methods import quest
 from kvswap_torch.plug_ins import GroupRows, GroupScores
+from tests.python.reference_methods import quest
 from tests.python.tiny_models import SMALL, has_native, tiny_model, tokens_of
 
 pytestmark = [

@@ -11,8 +11,8 @@ from kvswap_torch import _C, SwapConfig
 from kvswap_torch.chunks import pass_of
 from kvswap_torch.config.engine import WORDS
 from kvswap_torch.errors import BudgetError, ClosedError, StorageError
-from kvswap_torch.methods import METHODS
 from tests.python.reference_heads import reference
+from tests.python.reference_methods import METHODS
 from tests.python.reference_options import Options
 from tests.selections import assert_same_choices
 

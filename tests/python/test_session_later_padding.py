@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvswap_torch.methods import METHODS
+from tests.python.reference_methods import METHODS
 from tests.python.test_session import (
     BACK_ENDS,
     HEAD_DIM,

@@ -8,7 +8,6 @@ import pytest
 import torch
 from python.reference_session import Options, ReferenceSession
 
-from kvswap_torch.methods.kvswap import kept_rows
 from kvswap_torch.tuning.observe import Observed
 from kvswap_torch.tuning.recall import (
     Choice,
@@ -16,6 +15,7 @@ from kvswap_torch.tuning.recall import (
     RecallTable,
     Steps,
     decoded_positions,
+    kept_rows,
     rank_grid,
     worth,
 )

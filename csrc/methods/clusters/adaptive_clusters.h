@@ -33,7 +33,7 @@ struct SplitThreshold {
 /// Of one row, its tokens named by their number. They leave the tail in order: those of the prompt
 /// at once, later ones at the end of a step. Keys stay with the caller and are given to each call:
 /// of tokens that enter, and of the members of clusters that may be split. What the paper leaves
-/// open is decided as in kvswap_torch/methods/clusters.py, the reference in plain torch.
+/// open is decided as in tests/python/reference_methods/clusters.py, the reference in plain torch.
 ///
 /// There are never more than ceil(1.25 tokens_max / cluster_tokens) clusters, however often they
 /// split: then a token joins the nearest that has room. Only a split moves a token from one cluster

@@ -43,19 +43,6 @@ def agreement(weights: torch.Tensor, k: int) -> float:
     return agreed / len(weights)
 
 
-def attention_paid(
-    keys: torch.Tensor,
-    query: torch.Tensor,
-    first_position: int,
-    log_sum_exp: torch.Tensor,
-    scale: float,
-    softcap: float = 0.0,
-) -> torch.Tensor:
-    """What each token is paid, summed over queries, averaged over heads: ``[tokens]``."""
-    weights = attention_weights(keys, query, first_position, log_sum_exp, scale, softcap)
-    return weights.sum(1).mean(0)
-
-
 def log_sum_exp(
     keys: torch.Tensor,
     valid: torch.Tensor,

@@ -1,7 +1,7 @@
 """What the rows of each method choose, in a few lines of plain torch.
 
-The definitions that the C++ engine is compared with on every back end, and that experiments can
-score with. A method is one module here, one `Rows` in `csrc/methods/` and a line in each registry.
+The C++ engine is compared with these on every back end. A method is one module here, one
+`SummaryEncoder` in `csrc/methods/summary/` and a line in each registry.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvswap_torch.methods import kvswap, quest, shadowkv
+from tests.python.reference_methods import kvswap, quest, shadowkv
 
 __all__ = ["METHODS", "Method", "Projections"]
 
@@ -20,7 +20,7 @@ Projections = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Method:
-    """One choice of `SwapConfig.rows`.
+    """One choice of `summary.kind`.
 
     Attributes
     ----------
@@ -33,11 +33,11 @@ class Method:
     group_scores
         ``(keys, valid, query, group_tokens, projections) -> [queries, groups]``: keys
         ``[kv_heads, groups * group_tokens, head_dim]`` after RoPE, valid one bool a token, query
-        ``[heads, queries, head_dim]``; by the sum over heads (`SwapConfig.score`). What is
+        ``[heads, queries, head_dim]``; by the sum over heads (`selection.score`). What is
         attended are the groups with the largest scores, the lower number first among equals; a
         group without a valid token scores -inf. None: nothing is chosen, everything is attended;
-        what is chosen are clusters (`kvswap_torch.methods.clusters`); or somebody else says what
-        groups are worth (`kvswap_torch.plug_ins`).
+        what is chosen are clusters (`reference_methods.clusters`); or a plug-in says what groups
+        are worth (`kvswap_torch.plug_ins`).
     """
 
     name: str
@@ -67,7 +67,7 @@ class Method:
         return torch.stack(of_heads).amax(0)
 
 
-#: By the name of the rows, as in `SwapConfig.rows`.
+#: By the name of the rows, as in `summary.kind`.
 METHODS = {
     "low_rank": Method("kvswap", "KVSwap, 3.2 and 3.3", True, kvswap.group_scores),
     "box": Method("quest", "Quest, 3.2", False, quest.group_scores),

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kvswap_torch.methods.k_means import comparable, k_means, mean_variance, split_in_two, squares
+from tests.python.reference_methods.k_means import (
+    comparable,
+    k_means,
+    mean_variance,
+    split_in_two,
+    squares,
+)
 
 THRESHOLD_TOKENS = 512  # clustered before what is too wide is decided
 CLUSTERS_SHARE = 1.25  # of tokens / cluster_tokens: what splits may come to
