@@ -22,6 +22,7 @@ BENCHMARKS = {
     "opening": Benchmark("seconds to open a saved cache in a new process", "1 min"),
     "serving": Benchmark("seconds to the first token from kvswap serve", "1 min"),
     "real_speed": Benchmark("ms per token of a real model, settings by turns", "5 min; a model"),
+    "long_decode": Benchmark("ms per token and drift over 16K decoded tokens", "5 min a method"),
     "quality": Benchmark("right answers beside the full cache's", "minutes to hours"),
     "recorded": Benchmark("records what a model selects, for side_by_side", "1 min; a model"),
     "weights": Benchmark("ms of a linear layer, in bf16, int8 and int4", "1 min"),

@@ -30,8 +30,8 @@ def read(network: Any, cache: Any, ids: torch.Tensor) -> None:
 
 
 @torch.inference_mode()
-def step_seconds(network: Any, cache: Any, token: torch.Tensor) -> float:
-    """What one more token takes in a cache."""
+def step(network: Any, cache: Any, token: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """Seconds that one more token takes in a cache, and its logits ``[1, vocabulary]``."""
     began = time.perf_counter()
-    network(input_ids=token.view(1, 1), past_key_values=cache, logits_to_keep=1)
-    return time.perf_counter() - began
+    output = network(input_ids=token.view(1, 1), past_key_values=cache, logits_to_keep=1)
+    return time.perf_counter() - began, output.logits[0]

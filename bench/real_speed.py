@@ -26,7 +26,7 @@ from transformers import DynamicCache
 from bench import machine
 from bench.quality.methods import parse
 from bench.quality.product import Product
-from bench.reading import open_held_out, read, step_seconds
+from bench.reading import open_held_out, read, step
 from kvswap_torch.compare.budget import Bytes
 from kvswap_torch.config.engine import engine_value
 from kvswap_torch.hf.families import model_parts
@@ -65,7 +65,7 @@ def seconds_of_steps(
     seconds: dict[str, list[float]] = {name: [] for name in caches}
     for token in track(ids[first:], "decoding"):
         for name, cache in caches.items():
-            seconds[name].append(step_seconds(model, cache, token))
+            seconds[name].append(step(model, cache, token)[0])
     return {name: times[WARM:] for name, times in seconds.items()}
 
 

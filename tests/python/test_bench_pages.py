@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench import table
+from bench.long_decode import by_marks, in_passes, run
 from bench.machine import RESULTS
 from bench.pages import answers, plots, presets, speed
 from bench.pages.answers import real_rows
 from bench.real_speed import compare
+from kvswap_torch import KVSwapCache
+from tests.python.tiny_models import tiny_model, tokens_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -122,3 +126,21 @@ def test_speeds_are_paired_with_the_first():
     assert told["a"] == {"ms": 20.0, "quartiles": [10.0, 30.0], "ratio": 1.0}
     assert told["b"]["ratio"] == 2.0 and told["b"]["ms"] == 40.0
     assert told["c"]["ratio"] == 1.0
+
+
+def test_a_long_decoding_is_judged_between_its_marks():
+    likely, lost = torch.tensor([1, 2, 3, 4]), torch.tensor([0.5, 0.5, 1.0, 2.0])
+    full = (torch.tensor([1, 2, 3, 9]), torch.tensor([0.5, 0.25, 1.0, 1.0]))
+    rows = by_marks((likely, lost), full, [2, 4])
+    assert rows == [{"same_token": 1.0, "nats": 0.125}, {"same_token": 0.5, "nats": 0.5}]
+
+
+def test_a_long_decoding_through_a_cache_that_holds_everything_is_the_full_caches(tmp_path):
+    model, ids = tiny_model("llama"), tokens_of(1, 81)[0]
+    full = in_passes(model, ids, prompt=40)
+    assert len(full[0]) == len(full[1]) == 40
+    with KVSwapCache(model, path=tmp_path) as cache:
+        told, times = run(model, cache, ids, prompt=40)
+    assert len(times) == 40
+    assert torch.equal(told[0], full[0])
+    torch.testing.assert_close(told[1], full[1], rtol=1e-3, atol=1e-3)
