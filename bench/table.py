@@ -31,7 +31,7 @@ def load(*names: str) -> list[dict[str, Any]]:
 
 
 def real_results() -> list[dict[str, Any]]:
-    names = ("defaults", "8k_defaults", "tuned", "8k_tuned")
+    names = ("2k_defaults", "defaults", "8k_defaults", "tuned", "8k_tuned")
     return load(*(f"quality/smollm2_{name}" for name in names))
 
 

@@ -74,17 +74,18 @@ def _of_method(lines: Lines, full: Lines, able: dict, unable: dict) -> dict[str,
     tasks["all"] = list(able)
     tasks["asked"] = [*able, *unable]  # for what is paired answer by answer
     first = lines[0]
+    groups = _mean([line.get("groups_per_step", 0.0) for line in lines])
     memory = _mean([line["memory_bytes"] for line in lines])
     hits = [line["hit_rate"] for line in lines if line.get("hit_rate") is not None]
     return {
         "documents": len(lines),
         "memory_bytes": round(memory),
         "memory_share": round(memory / first["full_bytes"], 5),
-        "selected_tokens": first.get("groups_max", 0) * first.get("group_tokens", 0),
+        "selected_tokens": round(groups * first.get("group_tokens", 0)),
         "ranks": first.get("ranks"),
         "summary_dtype": first.get("summary_dtype"),
         "smaller": first.get("smaller", {}),
-        "groups_per_step": round(_mean([line.get("groups_per_step", 0.0) for line in lines]), 2),
+        "groups_per_step": round(groups, 2),
         "hit_rate": round(_mean(hits), 4) if hits else None,
         "bytes_read_per_token": round(
             _mean([line.get("bytes_read_per_token", 0.0) for line in lines])
