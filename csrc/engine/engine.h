@@ -50,8 +50,8 @@ struct AttendArgs {
 /// engine's face every `sequence` is a logical one.
 ///
 /// A Status that is_pending() (the disk hangs, or the call was asked to end) leaves everything as
-/// it was, reads in flight included: the same call may be made again. The destructor waits for
-/// them. The second reading of a crop() is the exception.
+/// it was, reads in flight included, but for the second reading of a crop(). The same call may be
+/// made again. The destructor waits for what is in flight.
 ///
 /// Thread rules: one thread at a time; kernels use the given ParallelFor.
 class Engine {
@@ -59,8 +59,6 @@ class Engine {
   static Result<std::unique_ptr<Engine>> create(const EngineOptions& options, ParallelFor parallel);
   ~Engine();
 
-  /// Why calls would be refused now: a device that lost its room, a crop that is unfinished.
-  Status check() const { return calls_.check(); }
   /// What the next calls belong to; until it is said, and after reset(), a prefill.
   Status begin_pass(Pass pass);
   /// Validity of the next positions: [batch, tokens], true where the token counts.

@@ -1,15 +1,25 @@
 #include "engine/sequence_editor.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
 
 namespace kvswap {
 
+namespace {
+
+/// Groups that summarise() uploads at once: a device waits for each upload.
+int64_t summarised_at_once(const Plan& plan) { return plan.options.device ? 8 : 1; }
+
+}  // namespace
+
 void SequenceEditor::reserve(Arena& arena, const Plan& plan) {
-  // The page that summarise() fills; records are read to PrefixReader::blocks().
-  if (plan.rows.takes_projections) arena.take(Use::kStaging, plan.token_page_bytes);
+  // The pages that summarise() fills, and what it gathers for them; records are read to
+  // PrefixReader::blocks().
+  if (!plan.rows.takes_projections) return;
+  arena.take(Use::kStaging, summarised_at_once(plan) * (plan.token_page_bytes + plan.group_bytes));
 }
 
 Status SequenceEditor::crop(int64_t positions) {
@@ -174,30 +184,44 @@ Status SequenceEditor::set_projection(int64_t layer, int64_t rank, const float* 
   return summarised;
 }
 
-/// Reads what is sealed, and gives it to the selector where that computes, a group at a time.
+/// Reads what is sealed, and gives it to the selector where that computes.
 Status SequenceEditor::summarise(int64_t layer) {
   KVSWAP_RETURN_IF_ERROR(account_.charge_summary(batch_, layer));
   const int64_t sealed = batch_.layer(layer).sealed_groups;
   if (sealed == 0) return Status::ok();
-  auto pool = context_.space->make_pool(1, context_.plan.token_page_bytes);
+  const int64_t at_once = summarised_at_once(context_.plan);
+  auto pool = context_.space->make_pool(at_once, context_.plan.token_page_bytes);
   if (!pool.is_ok()) return pool.status();
-  std::byte* page = pool.value().page(0);
-  std::vector<std::byte> room(context_.plan.group_bytes);
+  std::vector<std::byte*> pages(at_once);
+  for (int64_t i = 0; i < at_once; ++i) pages[i] = pool.value().page(static_cast<int32_t>(i));
+  std::vector<std::byte> gathered(at_once * context_.plan.group_bytes);
   KVSWAP_RETURN_IF_ERROR(read({.layer = layer, .groups = sealed}, [&](const Read& read) {
-    const auto& [groups, listed] = read;
-    for (int64_t i = 0; i < groups.count; ++i) {
-      KVSWAP_RETURN_IF_ERROR(context_.space->compute().upload(
-          page, past_.tokens(listed, i, room.data()), context_.plan.group_bytes));
-      KVSWAP_RETURN_IF_ERROR(
-          context_.selector->append({.layer = layer,
-                                     .sequence = groups.sequence,
-                                     .keys = sealer_.keys_of(page),
-                                     .tokens = context_.options.group_tokens,
-                                     .valid = &batch_.validity(groups.sequence)}));
+    for (int64_t first = 0; first < read.groups.count; first += at_once) {
+      const int64_t count = std::min(at_once, read.groups.count - first);
+      gather(read, first, count, gathered.data());
+      KVSWAP_RETURN_IF_ERROR(context_.space->compute().upload_pages(
+          std::span(pages).first(count), gathered.data(), context_.plan.group_bytes));
+      for (int64_t i = 0; i < count; ++i) {
+        KVSWAP_RETURN_IF_ERROR(
+            context_.selector->append({.layer = layer,
+                                       .sequence = read.groups.sequence,
+                                       .keys = sealer_.keys_of(pages[i]),
+                                       .tokens = context_.options.group_tokens,
+                                       .valid = &batch_.validity(read.groups.sequence)}));
+      }
     }
     return Status::ok();
   }));
   return context_.space->compute().hand_back();
+}
+
+/// Tokens of groups, in the model's dtype, one after the other.
+void SequenceEditor::gather(const Read& read, int64_t first, int64_t count,
+                            std::byte* target) const {
+  for (int64_t i = 0; i < count; ++i, target += context_.plan.group_bytes) {
+    const std::byte* tokens = past_.tokens(read.listed, first + i, target);
+    if (tokens != target) std::memcpy(target, tokens, context_.plan.group_bytes);
+  }
 }
 
 }  // namespace kvswap

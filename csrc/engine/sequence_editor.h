@@ -56,6 +56,7 @@ class SequenceEditor {
   Status read(const Returning& returning, const Visit& visit);
   Status crop_layer(const Returning& returning, int64_t positions);
   Status summarise(int64_t layer);
+  void gather(const Read& read, int64_t first, int64_t count, std::byte* target) const;
 
   EngineContext& context_;
   Batch& batch_;

@@ -393,11 +393,6 @@ LayerState Cache::layer(int64_t layer, int64_t queries) const {
           .needs_scores = engine.given().needs_scores(layer, queries)};
 }
 
-void Cache::check() const {
-  const Impl::Use use(*impl_);
-  throw_status(use.engine().check());
-}
-
 Held Cache::held() const {
   const Impl::Use use(*impl_);
   const Engine& engine = use.engine();
@@ -405,6 +400,7 @@ Held Cache::held() const {
   for (int64_t layer = 1; layer < engine.options().layers; ++layer) {
     if (engine.positions(layer) != held.positions) held.positions = -1;
   }
+  if (engine.context().unfinished_crop) held.positions = -1;
   return held;
 }
 

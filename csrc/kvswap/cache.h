@@ -21,7 +21,8 @@ struct SaveArgs;
 /// What a cache holds.
 struct Held {
   int64_t batch = 0;  // 0 before the first append
-  /// Of every layer; -1 where they differ: a pass has reached some of them only.
+  /// Of every layer; -1 where they differ, since a pass has reached some of them only, and where a
+  /// crop() is unfinished.
   int64_t positions = 0;
 };
 
@@ -173,8 +174,6 @@ class Cache {
   /// Gives back file and memory; further calls throw. Idempotent, never throws.
   void close() noexcept;
 
-  /// Throws what the next call would, where it is refused whatever it is: see crop().
-  void check() const;
   /// needs_scores: of so many queries.
   LayerState layer(int64_t layer, int64_t queries = 1) const;
   Held held() const;

@@ -260,7 +260,6 @@ void bind_plain_calls(py::class_<TensorCache>& cache) {
       .def("common_positions",
            [](const TensorCache& self) { return self.cache().held().positions; })
       .def("batch", [](const TensorCache& self) { return self.cache().held().batch; })
-      .def("check", [](const TensorCache& self) { self.cache().check(); })
       .def("counters", &of_report<&Report::counters>)
       .def("facts", &of_report<&Report::facts>)
       .def("ledger", &of_report<&Report::ledger>)

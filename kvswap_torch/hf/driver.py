@@ -218,7 +218,8 @@ class SessionDriver:
     def begin_pass(self) -> int:
         """Positions before a pass that is about to begin; `take_back` comes back to this."""
         positions = self.positions()
-        self.session.check()
+        if self.session.common_positions() < 0:
+            self.session.begin_pass("decode")  # raises, with the crop that is unfinished
         self.estimates.begin_pass()
         self.padding.begin()
         self._narrowed, self.expected = False, 0

@@ -280,9 +280,6 @@ class ReferenceSession(Dropping, Scores, Decisions):
     def positions(self, layer: int) -> int:
         return self._layers[layer].positions if layer in self._layers else 0
 
-    def check(self) -> None:
-        """Nothing refuses its calls."""
-
     def common_positions(self) -> int:
         positions = {self.positions(layer) for layer in range(self._options.layers)}
         return positions.pop() if len(positions) == 1 else -1

@@ -73,7 +73,8 @@ class PrefixReader {
   const std::byte* tokens(const PrefixPages& listed, int64_t index, std::byte* room) const;
 
   /// Blocks of Plan::past_block_groups, kept from call to call and charged as staging from the
-  /// start; one PrefixStream at a time.
+  /// start. One holder at a time: a PrefixStream, a scorer of retained tokens, a crop, a save,
+  /// read().
   Result<PrefixBlocks> blocks();
   static void reserve(Arena& arena, const Plan& plan) {
     arena.take(Use::kStaging, 2 * plan.past_block_groups * plan.record_bytes);
