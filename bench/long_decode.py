@@ -46,6 +46,12 @@ def next_tokens(logits: torch.Tensor, following: torch.Tensor) -> Next:
     return logits.argmax(-1), lost
 
 
+def joined(found: list[Next]) -> Next:
+    """Of texts that follow one another."""
+    likely, lost = zip(*found, strict=True)
+    return torch.cat(likely), torch.cat(lost)
+
+
 @torch.inference_mode()
 def in_passes(model: Any, ids: torch.Tensor, prompt: int) -> Next:
     """What the full cache tells after the prompt, computed in long passes."""
@@ -56,8 +62,7 @@ def in_passes(model: Any, ids: torch.Tensor, prompt: int) -> Next:
         first = cache.get_seq_length() + 1
         logits = model(input_ids=chunk[None], past_key_values=cache).logits[0]
         found.append(next_tokens(logits, ids[first : first + len(chunk)]))
-    likely, lost = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return likely, lost
+    return joined(found)
 
 
 def run(model: Any, cache: Any, ids: torch.Tensor, prompt: int) -> tuple[Next, list[float]]:
@@ -68,14 +73,18 @@ def run(model: Any, cache: Any, ids: torch.Tensor, prompt: int) -> tuple[Next, l
         took, logits = step(model, cache, ids[place])
         seconds.append(took)
         found.append(next_tokens(logits, ids[place + 1 : place + 2]))
-    likely, lost = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return (likely, lost), seconds
+    return joined(found), seconds
+
+
+def between(marks: list[int]) -> list[tuple[int, int]]:
+    """From each mark's predecessor, at first 0, to the mark."""
+    return list(zip([0, *marks[:-1]], marks, strict=True))
 
 
 def by_marks(told: Next, full: Next, marks: list[int]) -> list[dict[str, float]]:
     """Of the tokens between each mark and the one before: the same token, and more nats lost."""
     rows = []
-    for begin, end in zip([0, *marks[:-1]], marks, strict=True):
+    for begin, end in between(marks):
         same = (told[0][begin:end] == full[0][begin:end]).double().mean()
         more = (told[1][begin:end] - full[1][begin:end]).double().mean()
         rows.append({"same_token": round(float(same), 4), "nats": round(float(more), 4)})
@@ -136,8 +145,7 @@ def main(
         raise typer.BadParameter(f"marks: the model was made for {most} tokens, got {len(ids)}")
     size = Bytes(parts, len(ids), path)
     full = in_passes(network, ids, prompt)
-    begins = [0, *decoded[:-1]]
-    text = [float(full[1][i:j].mean()) for i, j in zip(begins, decoded, strict=True)]
+    text = [float(full[1][begin:end].mean()) for begin, end in between(decoded)]
     cache = full_cache(network, "long_decode")
     told: dict[str, Any] = {
         "full": {"marks": rows_of(network, cache, ids, prompt, full, decoded), "nats": text}

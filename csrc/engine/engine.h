@@ -50,8 +50,8 @@ struct AttendArgs {
 /// engine's face every `sequence` is a logical one.
 ///
 /// A Status that is_pending() (the disk hangs, or the call was asked to end) leaves everything as
-/// it was, reads in flight included, but for the second reading of a crop(). The same call may be
-/// made again. The destructor waits for what is in flight.
+/// it was, reads in flight included. The second reading of a crop() does not: see there. The same
+/// call may be made again. The destructor waits for what is in flight.
 ///
 /// Thread rules: one thread at a time; kernels use the given ParallelFor.
 class Engine {

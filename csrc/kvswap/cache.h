@@ -157,7 +157,7 @@ class Cache {
 
   /// Sequence i goes on as sequence indices[i]: beam reorder, select, repeat. Nothing is rewritten.
   void select_sequences(std::span<const int64_t> indices);
-  /// Keeps the first `positions` positions of every layer. All or nothing, but for one case: what
+  /// Keeps the first `positions` positions of every layer. All or nothing, with one exception: what
   /// returns to the tail is read twice, and where the second reading fails or is ended the crop is
   /// unfinished. Then crop() to as many positions or fewer ends it, reset() forgets it, and every
   /// call that computes, saves or changes anything throws SessionError (kStorage).
