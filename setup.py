@@ -1,7 +1,7 @@
 """Builds the libraries with CMake into the package; everything else is in pyproject.toml.
 
 Without --no-build-isolation pip would build against a torch of its own choice, so a missing torch
-is told as such.
+is said, and so are other things that a build needs, before anything is compiled.
 """
 
 import os
@@ -41,6 +41,12 @@ class CMakeBuild(build_ext):
         for tool in ("cmake", "ninja"):
             if shutil.which(tool) is None:
                 raise SystemExit(f"kvswap_torch: {tool} must be on PATH to build and is not")
+        compiler = os.environ.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"]
+        if not any(map(shutil.which, compiler)):
+            raise SystemExit(
+                "kvswap_torch: a C++20 compiler, as g++ 12, must be on PATH to build and is not; "
+                f"looked for {', '.join(compiler)}; install g++ or set CXX"
+            )
         try:
             import torch  # noqa: F401
         except ImportError as error:

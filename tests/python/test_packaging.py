@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -260,6 +261,34 @@ def test_a_build_without_a_fitting_setuptools_says_so_in_one_sentence(
         f"kvswap_torch: setuptools {oldest} or newer must be installed to build, {told}; run: pip "
         f"install '{wanted}', then: pip install --no-build-isolation .\n"
     )
+
+
+@pytest.mark.parametrize(("there", "told"), [
+    ((), "cmake must be on PATH to build and is not"),
+    (("cmake",), "ninja must be on PATH to build and is not"),
+    (("cmake", "ninja"), "a C++20 compiler, as g++ 12, must be on PATH to build and is not; looked "
+     "for c++, g++, clang++; install g++ or set CXX"),
+    (("cmake", "ninja", "g++"), "torch must be installed to build and is not found; install torch, "
+     "then: pip install --no-build-isolation . (import of torch halted; None in sys.modules)"),
+], ids=["no cmake", "no ninja", "no compiler", "no torch"])  # fmt: skip
+def test_what_a_build_lacks_is_said_in_one_sentence(
+    there: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
+    for tool in there:
+        (tmp_path / tool).symlink_to("/bin/false")
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None\n"
+        f"sys.argv = ['setup.py', '-q', 'build_ext', '--build-lib', {str(tmp_path / 'lib')!r}]\n"
+        f"runpy.run_path({str(ROOT / 'setup.py')!r}, run_name='__main__')"
+    )
+    outside = ("PATH", "CXX", "KVSWAP_PREBUILT", "KVSWAP_NO_LIBRARIES")
+    kept = {name: value for name, value in os.environ.items() if name not in outside}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True,
+        env=kept | {"PATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"kvswap_torch: {told}"
 
 
 def test_data_files_travel_with_the_package() -> None:
