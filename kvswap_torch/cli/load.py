@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvswap_torch.cli.room import check_room
 from kvswap_torch.errors import ConfigError, KVSwapError
 from kvswap_torch.few_bits import BITS, check_format
 from kvswap_torch.memory_size import parse_bytes
@@ -186,7 +187,8 @@ def load_model(
     ------
     ConfigError
         When transformers cannot load it, its weights do not fit its config, there is no such
-        device, its weights cannot be in that format, or `weights_memory` is too small.
+        device, its weights cannot be in that format or in this process's memory, or
+        `weights_memory` is too small.
     StorageError
         `folder` lacks room.
     ImportError
@@ -204,6 +206,8 @@ def load_model(
     check_weights(name, dtype, device, weights, is_split=distributed is not None)
     if weights_memory is not None:
         check_on_disk(name, device, weights, is_split=distributed is not None)
+    if device.type == "cpu" and not is_gguf(name):
+        check_room(name, dtype, weights, weights_memory, load_config)
     logging.disable_progress_bar()  # it would stand above ours
     dtype = "bfloat16" if weights == "bf16" else dtype
     kind = dtype if dtype == "auto" else getattr(torch, dtype)

@@ -13,12 +13,15 @@ from typer.testing import CliRunner
 
 from kvswap_torch import ConfigError
 from kvswap_torch.cli import app as app_module
+from kvswap_torch.cli import room
 from kvswap_torch.cli.agreement import agreements
 from kvswap_torch.cli.load import device_of, load_config, load_model, load_tokenizer
 from kvswap_torch.errors import CorruptionError, StorageError
+from kvswap_torch.machine_memory import MemoryLimit
 from tests.python.test_cli import document, generate
 
 __all__ = ["document"]  # a fixture
+REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference_model"
 
 
 @pytest.mark.parametrize(
@@ -174,3 +177,44 @@ def test_a_comparison_does_not_hide_what_the_disk_says(error: Exception) -> None
 
     with pytest.raises(type(error)):
         agreements(Failing(), Failing(), 1)
+
+
+# The reference model: 10.5 MiB in bf16, as its file has it, of which a layer is 1.5; 4.3 in int4.
+@pytest.mark.parametrize(
+    ("limit", "arguments", "told"),
+    [
+        (1 << 20, {}, "1.50 MiB of it at once, more than the cgroup's limit, 1.00 MiB; see kvswap"),
+        (2 << 20, {}, None),
+        (8 << 20, {"dtype": "float16"}, "needs 10.51 MiB of it at once, .* give --weights-memory"),
+        (11 << 20, {"dtype": "float16"}, None),
+        (4 << 20, {"weights": "int4"}, "needs 4.32 MiB"),
+        (5 << 20, {"weights": "int4"}, None),
+        (8 << 20, {"weights_memory": 9 << 20}, "needs 9.00 MiB .* give less to --weights-memory"),
+        (8 << 20, {"weights_memory": 7 << 20}, None),
+    ],
+)
+def test_weights_that_cannot_be_in_memory_are_refused(
+    monkeypatch: pytest.MonkeyPatch, limit: int, arguments: dict[str, Any], told: str | None
+) -> None:
+    monkeypatch.setattr(room, "memory_limit", lambda: MemoryLimit(limit, "the cgroup's limit", 0))
+    settings: dict[str, Any] = {"dtype": "auto", "weights": None, "weights_memory": None}
+    asked = (str(REFERENCE), *(settings | arguments).values(), load_config)
+    if told is None:
+        room.check_room(*asked)
+        return
+    with pytest.raises(ConfigError, match=f"--model: its weights must fit in memory, .*{told}"):
+        room.check_room(*asked)
+
+
+def test_room_is_looked_at_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "memory_limit", lambda: MemoryLimit(1 << 20, "RLIMIT_DATA", 0))
+    with pytest.raises(ConfigError, match="more than RLIMIT_DATA, 1.00 MiB"):
+        load_model(str(REFERENCE))
+
+
+def test_a_small_model_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unread(name: str) -> Any:
+        raise AssertionError(name)
+
+    monkeypatch.setattr(room, "memory_limit", lambda: MemoryLimit(1 << 30, "RLIMIT_DATA", 0))
+    room.check_room(str(REFERENCE), "auto", None, None, unread)
