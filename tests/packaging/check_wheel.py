@@ -58,8 +58,11 @@ def build_wheel(folder: Path) -> Path:
     return wheel
 
 
-def make_environment(folder: Path, wheel: Path) -> Path:
-    """A new environment with the wheel and this one's packages; returns its Python."""
+def make_environment(folder: Path, wheel: Path, *flags: str) -> Path:
+    """A new environment with the wheel and this one's packages; returns its Python.
+
+    `flags` are pip's, as a source distribution in the wheel's place needs them.
+    """
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     here = Path(sysconfig.get_path("purelib"))
@@ -73,7 +76,7 @@ def make_environment(folder: Path, wheel: Path) -> Path:
     (there / "borrowed.pth").write_text(f"{here}\n")
     run(
         *(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"),
-        *("--target", there, wheel),
+        *("--target", there, *flags, wheel),
         cwd=folder,
     )
     return python

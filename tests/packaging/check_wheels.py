@@ -1,12 +1,15 @@
 """Tries the wheels of ``make wheels``: tags, contents, and an answer without a compiler.
 
-    python -m tests.packaging.check_wheels [dist] [--bare 3.11 ...] [--may-skip]
+    python -m tests.packaging.check_wheels [dist] [--bare 3.11 ...] [--cuda | --emulated | --sdist]
 
 is what ``make wheels-check`` runs. Every wheel must be consistent with manylinux_2_28, as
 auditwheel sees it, and bring its licences and its bill of materials. The one for this Python is
 installed beside this environment's packages, and README's lines of Python must answer rightly there
 with no compiler on PATH. ``--bare 3.12`` does so in a new environment into which pip brings
-everything, torch too: gigabytes, so it is asked for.
+everything, torch too: gigabytes, so it is asked for. ``--cuda`` tries the wheels with CUDA, on the
+CPU where there is no device. ``--emulated`` runs tests with the one for Arm (check_emulated.py).
+``--sdist`` installs ``make sdist``'s file instead, with this environment's tools and a compiler:
+minutes. README's lines must answer within LIMIT seconds, in each.
 """
 
 from __future__ import annotations
@@ -23,9 +26,12 @@ import time
 import zipfile
 from pathlib import Path
 
+from tests.packaging import check_emulated
 from tests.packaging.check_wheel import PROBE, check_libraries, make_environment, run
 from tests.packaging.run_docs import ROOT, readme_program
 from tools.wheels.pythons import interpreters
+
+LIMIT = 30.0
 
 # After README's lines: what they are to have come to, and by which package.
 AFTER = """
@@ -80,6 +86,8 @@ def check_contents(wheel: Path) -> None:
         machine = packed.read(module)[18]
     if {built[name] for name in ("liburing", "highway", "xxhash", "json")} != {1}:
         sys.exit(f"wheels-check: {wheel.name} must be built with everything, got {built}")
+    if built["cuda"] != ("+cu" in wheel.name):
+        sys.exit(f"wheels-check: {wheel.name} must have CUDA kernels as its name says, got {built}")
     if machine != {"x86_64": 62, "aarch64": 183}[architecture]:
         sys.exit(f"wheels-check: {module} must be for {architecture}, is for machine {machine}")
 
@@ -102,6 +110,17 @@ def answer(python: Path, folder: Path) -> float:
     return time.monotonic() - begin
 
 
+def sdist(dist: Path, folder: Path) -> Path:
+    """An environment in which the source distribution was built; returns its Python."""
+    found = sorted(dist.glob("kvswap_torch-*.tar.gz"))
+    if not found:
+        sys.exit(f"wheels-check: {dist} must have a source distribution; run: make sdist")
+    begin = time.monotonic()
+    python = make_environment(folder / "env", found[-1], "--no-build-isolation")
+    say(f"{found[-1].name}: built and installed in {(time.monotonic() - begin) / 60:.0f} minutes")
+    return python
+
+
 def bare(version: str, wheel: Path, folder: Path) -> Path:
     """A new environment with the wheel and what pip brings with it."""
     found = next(interpreters(version), None)
@@ -113,17 +132,21 @@ def bare(version: str, wheel: Path, folder: Path) -> Path:
     return folder / "env" / "bin" / "python"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="check_wheels", description=__doc__)
-    parser.add_argument("dist", nargs="?", type=Path, default=ROOT / "dist")
-    parser.add_argument("--bare", nargs="+", default=[], metavar="3.11")
-    parser.add_argument("--may-skip", action="store_true")
-    asked = parser.parse_args()
-    wheels = sorted(asked.dist.glob("kvswap_torch-*-manylinux_2_28_*.whl"))
-    if not wheels:
-        sys.exit(f"wheels-check: {asked.dist} must have wheels, has none; run: make wheels")
+def try_lines(version: str, python: Path, folder: Path) -> None:
+    """README's lines, within the limit; a first run also writes what Python compiles of torch."""
+    told = run(python, "-c", PROBE, cwd=folder)
+    seconds = answer(python, folder)
+    say(f"Python {version}: README's lines answer in {seconds:.0f} s; built with {told}")
+    if seconds > LIMIT:
+        load = os.getloadavg()[0]
+        sys.exit(f"wheels-check: README's lines must answer in {LIMIT:.0f} s, took {seconds:.0f}; "
+                 f"the machine's load is {load:.1f} on {os.cpu_count()} cores")  # fmt: skip
+
+
+def check_all(wheels: list[Path], *, may_skip: bool) -> None:
+    """Contents and policy of each; without auditwheel, where that may be, contents alone."""
     command = auditwheel()
-    if command is None and not asked.may_skip:
+    if command is None and not may_skip:
         sys.exit("wheels-check: needs auditwheel; run: pip install 'kvswap_torch[wheels]'")
     for wheel in wheels:
         check_contents(wheel)
@@ -134,13 +157,42 @@ def main() -> int:
         if not policy.startswith("manylinux_2_28_"):
             sys.exit(f"wheels-check: {wheel.name} must be manylinux_2_28, auditwheel says {policy}")
         say(f"{wheel.name}: contents right; auditwheel says {policy}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="check_wheels", description=__doc__)
+    parser.add_argument("dist", nargs="?", type=Path, default=ROOT / "dist")
+    parser.add_argument("--bare", nargs="+", default=[], metavar="3.11")
+    parser.add_argument("--cuda", action="store_true")
+    parser.add_argument("--emulated", action="store_true")
+    parser.add_argument("--sdist", action="store_true")
+    parser.add_argument("--may-skip", action="store_true")
+    asked = parser.parse_args()
+    if asked.cuda and not asked.bare:
+        parser.error("--cuda needs --bare 3.11: this environment's torch may have no CUDA")
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if asked.sdist:
+        with tempfile.TemporaryDirectory(prefix="kvswap-sdist-") as name:
+            try_lines(here, sdist(asked.dist, Path(name)), Path(name))
+        return 0
+    wheels = sorted(asked.dist.glob("kvswap_torch-*-manylinux_2_28_*.whl"))
+    if not wheels:
+        sys.exit(f"wheels-check: {asked.dist} must have wheels, has none; run: make wheels")
+    check_all(wheels, may_skip=asked.may_skip)
+    if asked.emulated:
+        arm = next((wheel for wheel in wheels if "-cp311-" in wheel.name
+                    and wheel.stem.endswith("_aarch64")), None)  # fmt: skip
+        if arm is None:
+            sys.exit(f"wheels-check: {asked.dist} has no wheel for Python 3.11 on aarch64")
+        check_emulated.check(arm)
+        return 0
     fitting = {
         version: [
             wheel
             for wheel in wheels
             if f"-cp{version.replace('.', '')}-" in wheel.name
             and wheel.stem.endswith(os.uname().machine)
+            and ("+cu" in wheel.name) == asked.cuda
         ]
         for version in (here, *asked.bare)
     }
@@ -156,9 +208,7 @@ def main() -> int:
             else:
                 python = make_environment(folder / "env", fitting[version][0])
                 check_libraries(python, folder)
-            told = run(python, "-c", PROBE, cwd=folder)
-            seconds = answer(python, folder)
-            say(f"Python {version}: README's lines answer in {seconds:.0f} s; built with {told}")
+            try_lines(version, python, folder)
     return 0
 
 

@@ -177,10 +177,9 @@ int main(void) {
     subprocess.run([done], check=True, timeout=60)
 
 
-def test_a_wheel_gets_its_libraries_tag_licences_and_bill(tmp_path: Path) -> None:
-    if shutil.which("dpkg-query") is None:
-        pytest.skip("licences are read where Debian's packages have them")
-    base = tmp_path / "kvswap_torch-0.1.0-cp311-cp311-linux_x86_64.whl"
+def base_wheel(folder: Path) -> Path:
+    """What pip packs of this tree, in little: a module and a library of another build."""
+    base = folder / "kvswap_torch-0.1.0-cp311-cp311-linux_x86_64.whl"
     with zipfile.ZipFile(base, "w") as made:
         made.writestr("kvswap_torch/__init__.py", "")
         made.writestr("kvswap_torch/_C.cpython-311-x86_64-linux-gnu.so", "old")
@@ -196,6 +195,13 @@ def test_a_wheel_gets_its_libraries_tag_licences_and_bill(tmp_path: Path) -> Non
             f"{info}/WHEEL",
             "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: false\nTag: cp311-cp311-linux\n",
         )
+    return base
+
+
+def test_a_wheel_gets_its_libraries_tag_licences_and_bill(tmp_path: Path) -> None:
+    if shutil.which("dpkg-query") is None:
+        pytest.skip("licences are read where Debian's packages have them")
+    base, info = base_wheel(tmp_path), "kvswap_torch-0.1.0.dist-info"
     installed = tmp_path / "installed"
     (installed / "lib").mkdir(parents=True)
     (installed / "lib" / "libkvswap_torch.so").write_text("new")
@@ -220,6 +226,33 @@ def test_a_wheel_gets_its_libraries_tag_licences_and_bill(tmp_path: Path) -> Non
         assert listed["xxhash"] == "0.8.1" and all(listed.values())
         for name in listed:
             assert packed.read(f"{info}/licenses/third_party/{name}.txt")
+
+
+def test_a_wheel_with_cuda_is_a_local_version(tmp_path: Path) -> None:
+    if shutil.which("dpkg-query") is None:
+        pytest.skip("licences are read where Debian's packages have them")
+    installed, dist = tmp_path / "installed", tmp_path / "dist"
+    (installed / "lib").mkdir(parents=True)
+    arguments = (base_wheel(tmp_path), installed, "3.11", "x86_64", "2.13.0", ROOT, dist)
+    plain, labelled = pack.pack(*arguments), pack.pack(*arguments, "cu130")
+    assert plain.is_file() and labelled.name == (
+        "kvswap_torch-0.1.0+cu130-cp311-cp311-manylinux_2_28_x86_64.whl"
+    )
+    with zipfile.ZipFile(labelled) as packed:
+        told = packed.read("kvswap_torch-0.1.0+cu130.dist-info/METADATA").decode()
+        assert "\nVersion: 0.1.0+cu130\n" in told
+        assert not [name for name in packed.namelist() if "0.1.0.dist-info" in name]
+
+
+def test_the_label_is_the_cuda_of_torch(tmp_path: Path) -> None:
+    file = tmp_path / "version.py"
+    file.write_text(
+        "from typing import Optional\n__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n"
+    )
+    assert torch_files.cuda_label(tmp_path) == "cu130"
+    file.write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
+    with pytest.raises(torch_files.NotToBeHad, match="needs a torch with CUDA"):
+        torch_files.cuda_label(tmp_path)
 
 
 def test_headers_of_a_python_that_is_nowhere_are_said(monkeypatch, tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Builds wheels for other machines than this: ``make wheels``.
 
-    python -m tools.wheels [--python 3.11 ...] [--architecture x86_64 aarch64] [--out dist]
+    python -m tools.wheels [--python 3.11 ...] [--architecture x86_64 aarch64] [--cuda] [--out dist]
 
 One build of the libraries for each processor, against the torch that is pinned and linked
-as manylinux_2_28 wants (floor.py), then a module for each Python. aarch64 is cross-compiled. What
+as manylinux_2_28 wants (floor.py), then a module for each Python. aarch64 is cross-compiled.
+``--cuda`` makes wheels with the CUDA kernels, for x86_64 alone: local versions as 0.2.0+cu130. What
 cannot be had for one wheel (headers, a cross compiler) is said in a line; the others are made, and
 the exit status is 1. ``python -m tests.packaging.check_wheels`` tries what was made.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 from tools.wheels import floor
 from tools.wheels.pack import pack
 from tools.wheels.pythons import headers, module_suffix
-from tools.wheels.torch_files import NotToBeHad, folder, pinned
+from tools.wheels.torch_files import NotToBeHad, cuda_label, folder, pinned
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "wheels"
@@ -53,25 +54,28 @@ def base_wheel() -> Path:
     return made
 
 
-def configure(architecture: str, release: str) -> Path:
-    """The build folder of a processor, with the stand-ins to link against."""
+def configure(architecture: str, release: str, cuda: bool) -> tuple[Path, str]:
+    """The build folder of a processor, with the stand-ins to link against; the CUDA's label."""
     # As deep as the other build folders are: the compiler cache then has most of it.
-    build, compiler = ROOT / "build" / f"wheels-{architecture}", COMPILERS[architecture]
+    build = ROOT / "build" / f"wheels-{architecture}{'-cuda' if cuda else ''}"
+    compiler = COMPILERS[architecture]
     if shutil.which(compiler) is None:
         raise NotToBeHad(f"{architecture}: needs {compiler}, which is not on PATH; as root run: "
                          ".ci/aarch64")  # fmt: skip
+    torch = folder(release, architecture, WORK / "downloads", cuda)
+    label = cuda_label(torch) if cuda else ""
     floor.make(build / "floor", compiler)
     flags = floor.linker_flags(build / "floor")
     arguments = [
-        f"-DKVSWAP_TORCH_ROOT={folder(release, architecture, WORK / 'downloads')}",
-        "-DKVSWAP_CUDA=OFF", "-DKVSWAP_BUILD_TESTS=OFF",
+        f"-DKVSWAP_TORCH_ROOT={torch}",
+        f"-DKVSWAP_CUDA={'ON' if cuda else 'OFF'}", "-DKVSWAP_BUILD_TESTS=OFF",
         f"-DCMAKE_SHARED_LINKER_FLAGS={flags}", f"-DCMAKE_MODULE_LINKER_FLAGS={flags}",
     ]  # fmt: skip
     if architecture == "aarch64":
         run(ROOT / ".ci" / "aarch64", log=WORK / "aarch64-packages.log")
         arguments.append(f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake' / 'aarch64.cmake'}")
     (build / "arguments").write_text("\n".join(arguments))
-    return build
+    return build, label
 
 
 def install(build: Path, version: str, architecture: str, jobs: int) -> Path:
@@ -100,15 +104,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tools.wheels", description=__doc__)
     parser.add_argument("--python", nargs="+", default=PYTHONS, metavar="3.11")
     parser.add_argument("--architecture", nargs="+", default=["x86_64"], choices=COMPILERS)
+    parser.add_argument("--cuda", action="store_true", help="with the CUDA kernels; needs nvcc")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
+    if asked.cuda and asked.architecture != ["x86_64"]:
+        parser.error("--cuda must be for x86_64 alone: no other nvcc is known to this tool")
     WORK.mkdir(parents=True, exist_ok=True)
     release, missing = pinned(ROOT), 0
     base = base_wheel()
     for architecture in asked.architecture:
         try:
-            build = configure(architecture, release)
+            build, label = configure(architecture, release, asked.cuda)
         except NotToBeHad as why:
             print(f"wheels: none for {architecture}: {why}")
             missing += 1
@@ -120,7 +127,7 @@ def main() -> int:
                 print(f"wheels: none for Python {version} on {architecture}: {why}")
                 missing += 1
                 continue
-            made = pack(base, installed, version, architecture, release, ROOT, asked.out)
+            made = pack(base, installed, version, architecture, release, ROOT, asked.out, label)
             print(f"wheels: {made.name}, for torch {release} and newer", flush=True)
     return 1 if missing else 0
 

@@ -41,11 +41,19 @@ def tag(version: str, architecture: str) -> str:
 
 
 def pack(
-    base: Path, installed: Path, version: str, architecture: str, torch: str, root: Path, out: Path
+    base: Path,
+    installed: Path,
+    version: str,
+    architecture: str,
+    torch: str,
+    root: Path,
+    out: Path,
+    label: str = "",
 ) -> Path:
     """A wheel of `base`'s Python files and `installed`'s libraries; its path in `out`.
 
-    It asks for the torch that the libraries were built for, or a newer one.
+    It asks for the torch that the libraries were built for, or a newer one. `label` (``cu130``)
+    makes it a local version, as torch's own builds with CUDA are.
     """
     with tempfile.TemporaryDirectory() as name:
         with zipfile.ZipFile(base) as packed:
@@ -57,18 +65,30 @@ def pack(
             shutil.rmtree(package / folder, ignore_errors=True)
         shutil.copytree(installed, package, dirs_exist_ok=True)
         (info,) = Path(name).glob("*.dist-info")
+        if label:
+            info = _local_version(info, label)
         _retag(info / "WHEEL", tag(version, architecture))
         _ask_for(info / "METADATA", torch)
         _add_licences(info, root)
         _add_bill(info, root)
         out.mkdir(parents=True, exist_ok=True)
-        pattern = f"*-{tag(version, architecture)}.whl"
+        pattern = f"{info.name.removesuffix('.dist-info')}-{tag(version, architecture)}.whl"
         for old in out.glob(pattern):
             old.unlink()
         command = [sys.executable, "-m", "wheel", "pack", "--dest-dir", str(out), name]
         subprocess.run(command, check=True, capture_output=True)
         (made,) = out.glob(pattern)
     return made
+
+
+def _local_version(info: Path, label: str) -> Path:
+    """Writes the label into the metadata; the folder under its new name."""
+    text = (info / "METADATA").read_text(encoding="utf-8")
+    text, count = re.subn(r"^(Version: [^+\n]+)$", rf"\1+{label}", text, flags=re.MULTILINE)
+    if count != 1:
+        raise SystemExit("wheels: the metadata must name the version once, and does not")
+    (info / "METADATA").write_text(text, encoding="utf-8")
+    return info.rename(info.with_name(f"{info.name.removesuffix('.dist-info')}+{label}.dist-info"))
 
 
 def _retag(file: Path, to: str) -> None:

@@ -3,8 +3,8 @@
 What is built for 2.13 loads with 2.14 and 2.15, which have all symbols that it needs; what is built
 for 2.11 does not load with 2.13, where five are gone. So a wheel asks for the pinned release or a
 newer one, and older ones build from source. The environment's own torch is taken where it is that
-release for the wanted processor; else an index's wheel is fetched, of whose CUDA part nothing is
-kept.
+release for the wanted processor; else an index's wheel is fetched. For a wheel with CUDA it always
+is: the index's torch has CUDA.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-LINKED = ("libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libc10.so")
+LINKED = ("libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libc10.so", "libc10_cuda.so")
 
 
 class NotToBeHad(Exception):
@@ -33,6 +33,21 @@ def pinned(root: Path) -> str:
     return found
 
 
+def cuda_label(torch: Path) -> str:
+    """``cu130`` of a torch with CUDA 13.0, as torch's own versions say it.
+
+    Raises
+    ------
+    NotToBeHad
+        That torch has no CUDA.
+    """
+    told = (torch / "version.py").read_text(encoding="utf-8")
+    found = re.search(r"^cuda\b[^=]*= '(\d+)\.(\d+)'", told, re.MULTILINE)
+    if found is None:
+        raise NotToBeHad("--cuda: needs a torch with CUDA, and the index's has none")
+    return f"cu{found[1]}{found[2]}"
+
+
 def _installed(release: str, architecture: str) -> Path | None:
     """The running environment's torch, if it will do; imports nothing."""
     spec = importlib.util.find_spec("torch")
@@ -42,15 +57,17 @@ def _installed(release: str, architecture: str) -> Path | None:
     return Path(spec.origin).parent if version == release else None
 
 
-def folder(release: str, architecture: str, downloads: Path) -> Path:
+def folder(release: str, architecture: str, downloads: Path, cuda: bool = False) -> Path:
     """The package's folder with ``include``, ``lib`` and ``version.py``, fetched if need be.
+
+    With `cuda` the index's torch, never one of this environment.
 
     Raises
     ------
     NotToBeHad
         pip does not bring it.
     """
-    if (here := _installed(release, architecture)) is not None:
+    if not cuda and (here := _installed(release, architecture)) is not None:
         return here
     done = downloads / f"torch-{release}-{architecture}"
     if done.is_dir():
@@ -61,7 +78,8 @@ def folder(release: str, architecture: str, downloads: Path) -> Path:
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q"]
         command += ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--dest", name]
         command += ["--python-version", "3.11", "--platform", f"manylinux_2_28_{architecture}"]
-        told = subprocess.run([*command, f"torch=={release}"], capture_output=True, text=True)
+        # Three signs of equality: 2.13.0+cpu, which may lie on this machine, is another one.
+        told = subprocess.run([*command, f"torch==={release}"], capture_output=True, text=True)
         wheels = list(Path(name).glob("*.whl"))
         if told.returncode or not wheels:
             errors = [line for line in told.stderr.splitlines() if line.startswith("ERROR")]
