@@ -14,13 +14,14 @@ from typing import Any
 
 from bench import headline
 from bench.machine import RESULTS
-from bench.pages import answers, fit, plots, presets, reuse, speed
+from bench.pages import answers, fit, home, plots, presets, reuse, speed
 from bench.side_by_side.report import OF_LATENT, OF_LLAMA
 from bench.side_by_side.report import load as load_cells
 
 FOLDER = Path("docs/benchmarks")
 FIT = Path("docs/how-to/will-it-fit.md")
-PAGES = (Path("README.md"), FOLDER / "index.md", FOLDER / "methodology.md", FIT)
+HOME = Path("docs/index.md")
+PAGES = (Path("README.md"), HOME, FOLDER / "index.md", FOLDER / "methodology.md", FIT)
 # Runs that fill table 2.
 OF_LENGTHS = ("reference_model_defaults", "reference_model_34_16k", "reference_model_34_32k")
 OF_PRESETS = ("13", "fp8", "heads", "end", "smaller")  # runs that fill table 4
@@ -41,6 +42,9 @@ def preset_results() -> list[dict[str, Any]]:
 
 TABLES = {
     "headline": headline.rows,
+    "home": lambda: home.home_rows(
+        *load("quality/reference_model_defaults", "side_by_side/1b_32k_b1_local")
+    ),
     "speed": speed.speed_rows,
     "peers": lambda: speed.peer_rows(load_cells(OF_LLAMA)),
     "latent": lambda: speed.latent_rows(load_cells(OF_LATENT)),

@@ -12,7 +12,7 @@ import torch
 from bench import table
 from bench.long_decode import by_marks, in_passes, run
 from bench.machine import RESULTS
-from bench.pages import answers, plots, presets, speed
+from bench.pages import answers, home, plots, presets, speed
 from bench.pages.answers import real_rows
 from bench.real_speed import compare
 from kvswap_torch import KVSwapCache
@@ -119,6 +119,25 @@ def test_real_answers_are_of_most_documents_and_times_of_the_same_settings():
     assert rows[3] == f"| 4,096, 12 | tuned, 1/8 {made} not measured |  |"
     far = timed | {"tokens": 4096 + answers.NEAR_TOKENS + 1}
     assert "47.8" not in "".join(real_rows([many], [far]))
+
+
+def test_the_homes_numbers_are_of_the_configuration_that_their_line_names():
+    asked = {"answers": 174, "kept": (0.94, 0.9, 1.0)}
+    method = {"memory_bytes": 3 << 20, "memory_share": 1 / 13, "tasks": {"asked": asked}}
+    other = {"memory_bytes": 5 << 20, "memory_share": 1 / 8, "tasks": {"asked": {}}}
+    part = {"documents": 6, "full_bytes": 39 << 20}
+    part["methods"] = {home.METHOD: method, "product:memory=1/8": other}
+    memory, kept = home.answered_rows({"lengths": {"8192": {}, home.LENGTH: part}})
+    assert "| **1/13.0** | of the full cache's memory: 3.00 MiB instead of 39.00 MiB |" in memory
+    assert memory.endswith("| defaults, reference model, 32,768 tokens, batch 1 |")
+    assert kept.startswith("| **0.94** |") and "0.90 to 1.00" in kept and "174 questions" in kept
+    times = {"static": 70.0, "dynamic": 90.0, "default": 46.25, "kvswap": 20.0}
+    rows = {name: {"ms": ms, "kv_memory_bytes": 1 << 20} for name, ms in times.items()}
+    cell = {"shape": "1b", "layers": 4, "context": 32768, "batch": 1, "kv_bytes_full": 13 << 20}
+    cell |= {"choices": "random", "device": "local disk", "contenders": rows}
+    row = home.time_row(cell)
+    assert "| **46.2 ms** | a step; the full cache (`StaticCache`) takes 70.0 ms |" in row
+    assert "random choices, 32,768 tokens, batch 1, local disk, 1.00 MiB (1/13.0)" in row
 
 
 def test_speeds_are_paired_with_the_first():
