@@ -7,15 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import markdown
+import pytest
 import yaml
 
+from kvswap_torch.preset.papers import PAPERS
 from tests.packaging.run_docs import PAGES, blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+NAMES = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
 SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 GROUPS = ["The first hour", "How to", "Explanation", "Reference", "Benchmarks", "Papers"]
 COLOURED = {"python", "cpp", "cmake"}
+# Settings are made of the fields, the API of docstrings; the home leads to a page of each paper.
+WITHOUT_LINKS = {"settings.md", "api.md", "index.md"}
+# Where a name is none, or is no first mention in a sentence: code, headings and pictures.
+NO_PROSE = (r"```.*?```", r"`[^`\n]*`", r"(?m:^#+ .*$)", r"(?m:^!\[.*$)")
 URL = r"https?://|//[a-z]"
 
 
@@ -37,8 +44,7 @@ def test_every_page_but_the_home_is_in_a_group() -> None:
     assert home == "index.md"
     assert [next(iter(group)) for group in groups] == GROUPS
     pages = [page for group in groups for page in next(iter(group.values()))]
-    there = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
-    assert len(pages) == len(set(pages)) and set(pages) == there - {home}
+    assert len(pages) == len(set(pages)) and set(pages) == NAMES - {home}
 
 
 def test_the_home_names_the_groups_in_their_order() -> None:
@@ -79,3 +85,36 @@ def test_the_site_says_what_colours_its_code() -> None:
     (docs,) = re.findall(r"^docs = \[(.*)\]$", project, re.MULTILINE)
     assert '"Pygments"' in docs
     assert re.search(r"^Pygments==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+
+
+def unlinked(text: str, addresses: dict[str, str]) -> list[str]:
+    """Names whose first mention in a page's sentences and tables is no link to their address."""
+    for pattern in NO_PROSE:
+        text = re.sub(pattern, " ", text, flags=re.DOTALL)
+    text, wrong = f" {text}", []
+    for name, address in addresses.items():
+        found = re.search(rf"\b{name}\b", text)
+        if found and not text[found.start() - 1 :].startswith(f"[{name}]({address})"):
+            wrong.append(name)
+    return wrong
+
+
+def test_a_name_is_linked_where_a_page_has_it_first() -> None:
+    there = {"Quest": "https://a.example/1"}
+    assert unlinked("Quest, and [Quest](https://a.example/1)", there) == ["Quest"]
+    assert unlinked("[Quest](https://a.example/2)", there) == ["Quest"]
+    assert unlinked("# Quest\n`Quest` and [Quest](https://a.example/1)'s, Quest", there) == []
+
+
+@pytest.mark.parametrize("page", sorted(NAMES - WITHOUT_LINKS))
+def test_papers_are_linked_where_a_page_names_them_first(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    prkv = {} if page == "papers/prkv.md" else {"PRKV": "papers/prkv.md"}
+    assert unlinked(text, PAPERS | prkv) == []
+
+
+def test_a_paper_without_an_address_is_named_with_its_title() -> None:
+    for page in ("papers/prkv.md", "glossary.md"):
+        words = " ".join((DOCS / page).read_text(encoding="utf-8").split())
+        assert "Page Restricted KV Cache for High Accuracy and Efficiency LLM Generation" in words
+        assert "anonymous authors" in words and "no public address" in words.lower()
