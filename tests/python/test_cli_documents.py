@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import subprocess
@@ -21,37 +20,12 @@ from kvswap_torch.cli.document import document_text
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.preset import presets
 from kvswap_torch.version import __version__
+from tests.first_hour.pdf import book_pdf, pdf
 from tests.python.tiny_models import has_native
 
 
 def kvswap(*words: Any, typed: str | bytes = "") -> Any:
     return CliRunner().invoke(app, [str(word) for word in words], typed, catch_exceptions=True)
-
-
-def pdf(*pages: str) -> bytes:
-    """A PDF of so many pages, each with a line of text, or with none."""
-    objects = ["<< /Type /Catalog /Pages 2 0 R >>"]
-    kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
-    objects.append(f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>")
-    objects.append("<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>")
-    for i, text in enumerate(pages):
-        objects.append(
-            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 300 300] /Contents {5 + 2 * i} 0 R "
-            "/Resources << /Font << /F1 3 0 R >> >> >>"
-        )
-        drawn = f"BT /F1 12 Tf 10 150 Td ({text}) Tj ET" if text else ""
-        objects.append(f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream")
-    made, places = b"%PDF-1.4\n", []
-    for number, content in enumerate(objects, 1):
-        places.append(len(made))
-        made += f"{number} 0 obj\n{content}\nendobj\n".encode()
-    start = len(made)
-    made += f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n".encode()
-    made += b"".join(f"{place:010} 00000 n \n".encode() for place in places)
-    made += (
-        f"trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\nstartxref\n{start}\n%%EOF".encode()
-    )
-    return made
 
 
 def test_a_pdf_without_what_reads_it_is_said_with_both_ways_out(monkeypatch, tmp_path) -> None:
@@ -101,11 +75,55 @@ def test_a_pdf_without_text_is_refused(pages, told, monkeypatch, tmp_path) -> No
 
 
 def test_pages_of_a_pdf_follow_one_another(monkeypatch, tmp_path) -> None:
+    fake_pypdf(monkeypatch, ["The colour is blue. ", "", "The number is nine."])
     book = tmp_path / "book.pdf"
-    book.write_bytes(pdf("The colour is blue.", "The number is nine."))
-    if importlib.util.find_spec("pypdf") is None:
-        fake_pypdf(monkeypatch, ["The colour is blue. ", "", "The number is nine."])
+    book.write_bytes(pdf(""))
     assert document_text(book) == "The colour is blue.\n\nThe number is nine."
+
+
+def test_pypdf_itself_reads_pages_and_lines(tmp_path) -> None:
+    pytest.importorskip("pypdf")
+    book = tmp_path / "book.pdf"
+    book.write_bytes(pdf("The colour is blue.\nSo (it) says \\ here.", "", "The number is nine."))
+    assert document_text(book) == (
+        "The colour is blue.\nSo (it) says \\ here.\n\nThe number is nine."
+    )
+    lines = [f"Line {number} of the book." for number in range(120)]
+    book.write_bytes(book_pdf("\n".join(lines)))
+    text = document_text(book)
+    assert [line for line in text.splitlines() if line] == lines
+    assert text.count("\n\n") == 2, "three pages"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(pdf("", ""), "its 2 pages are pictures"), (b"%PDF-1.4\nnothing", "is none: .*; convert it")],
+    ids=["pictures", "damaged"],
+)
+def test_pypdf_itself_finds_no_text(content, told, tmp_path) -> None:
+    pytest.importorskip("pypdf")
+    book = tmp_path / "book.pdf"
+    book.write_bytes(content)
+    with pytest.raises(ConfigError, match=told):
+        document_text(book)
+
+
+@pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
+def test_a_pdf_is_ingested_by_its_name(tiny_model_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pypdf")
+    given, text = tmp_path / "book.pdf", "The colour of the house is blue.\n" * 8
+    given.write_bytes(book_pdf(text))
+    (tmp_path / "book.txt").write_text(text.rstrip())
+    tokens = []
+    for name in ("book.pdf", "book.txt"):
+        out = tmp_path / f"{name}.kvswap"
+        words = ["ingest", tmp_path / name, "--model", tiny_model_dir, "-o", out]
+        done = kvswap(*words, "--path", tmp_path)
+        assert done.exit_code == 0, done.output
+        told = json.loads(kvswap("show", out, "--json").output)
+        assert told["facts"]["document"] == str(tmp_path / name)
+        tokens.append(told["tokens"])
+    assert tokens[0] == tokens[1] > 8
 
 
 def test_what_is_no_text_is_said(tmp_path) -> None:
