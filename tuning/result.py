@@ -131,7 +131,11 @@ def _told(solved: Solved) -> dict[str, Any]:
 
 
 def _greedy_words(loss: float) -> str:
-    return f"{abs(loss):.1%} {'slower' if loss >= 0 else 'faster'}"
+    """The paper's solver beside the exhaustive one: slower, faster, or as fast to a permille."""
+    share = f"{abs(loss):.1%}"
+    if share == "0.0%":
+        return "as fast as the exhaustive one"
+    return f"{share} {'slower' if loss > 0 else 'faster'} than the exhaustive one"
 
 
 def print_result(result: TuneResult, console: Console) -> None:
@@ -157,9 +161,7 @@ def print_result(result: TuneResult, console: Console) -> None:
         f"{measured.disk.residual:.0%} (median)"
     )
     worst = max(each.greedy_loss for each in result.solved)
-    console.print(
-        f"the paper's greedy solver, at worst: {_greedy_words(worst)} than the exhaustive one"
-    )
+    console.print(f"the paper's greedy solver, at worst: {_greedy_words(worst)}")
     if result.evaluation is not None:
         found = result.evaluation
         console.print(

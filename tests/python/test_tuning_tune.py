@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 import torch
 import transformers
 from python.tiny_models import SMALL, VOCABULARY, greedy, has_native, prompt, tiny_model
+from rich.console import Console
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
@@ -26,6 +28,7 @@ from kvswap_torch.tuning.calibration import CalibrationOptions
 from kvswap_torch.tuning.pipeline import TuneOptions
 from kvswap_torch.tuning.progress import Lines
 from kvswap_torch.tuning.recall import Choice
+from kvswap_torch.tuning.result import print_result, report_data
 from kvswap_torch.tuning.samples import Sample
 from kvswap_torch.tuning.timing import (
     Duration,
@@ -429,6 +432,33 @@ def test_the_report_shows_the_chosen_setting(tuned, tmp_path):
     assert f"batch {BATCH}, context {CONTEXT:,}" in text
     pictures = sorted(path.name for path in page.parent.glob("*.png"))
     assert len(pictures) >= 5 and all(name in text for name in pictures)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [
+        (0.99, "1.0% faster than the exhaustive one"),
+        (1.25, "25.0% slower than the exhaustive one"),
+        (1.0, "as fast as the exhaustive one"),
+        (1.0001, "as fast as the exhaustive one"),
+        (0.9999, "as fast as the exhaustive one"),
+    ],
+)
+def test_a_solver_is_said_to_be_faster_or_slower_without_a_minus(tuned, ratio, words):
+    result, _ = tuned
+    rows = []
+    for row in result.solved:
+        seconds = ratio * row.exhaustive.step_seconds
+        rows.append(
+            dataclasses.replace(row, greedy=dataclasses.replace(row.greedy, step_seconds=seconds))
+        )
+    changed = dataclasses.replace(result, solved=rows)
+    console = Console(record=True, width=200, file=io.StringIO())
+    print_result(changed, console)
+    assert f"the paper's greedy solver, at worst: {words}\n" in console.export_text()
+    assert report_data(changed).facts["greedy solver"] == words
+    told = changed.provenance()["solutions"][0]
+    assert told["greedy_slower_by"] == pytest.approx(ratio - 1, abs=1e-4)
 
 
 def test_saved_config_is_the_schemas(tuned, tmp_path):
