@@ -10,6 +10,12 @@ import sys
 
 from playwright.sync_api import expect, sync_playwright
 
+# Of how many lines each head of the table of documents is.
+LINES = """[...document.querySelectorAll("thead th")].map((head) => {
+  const range = document.createRange();
+  range.selectNodeContents(head);
+  return range.getClientRects().length;
+})"""
 SECONDS = 240_000  # thousandths of them, on a machine that others use
 
 
@@ -19,7 +25,7 @@ def main(
     errors: list[str] = []
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        page = opened.new_page(viewport={"width": 1100, "height": 820})
+        page = opened.new_page(viewport={"width": 1100, "height": 700})
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("requestfailed", lambda request: errors.append(f"{request.url} failed"))
         page.goto(f"{address}/")
@@ -41,6 +47,9 @@ def main(
         said = {
             "bar": page.text_content("#bar-text"),
             "documents": page.locator("#documents tr").count(),
+            "first": page.text_content("#documents td"),
+            "chosen": page.locator("#document option:checked").text_content(),
+            "head_lines": page.evaluate(LINES),
             "answer": page.text_content("#answer"),
             "reused": page.text_content("#reused"),
             "hits": page.text_content("#kvswap_hits_total"),

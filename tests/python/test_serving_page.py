@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvswap_torch.hf.serving.page import FILES, file_of
-from tests.python.serving_process import Served, served_model
+from kvswap_torch import KVSwapCache
+from kvswap_torch.hf.serving.page import FILES, beginning, file_of
+from tests.python.serving_process import Served, make_model, served_model
 from tests.python.test_serving import document, send
 from tests.python.tiny_models import has_native
 
@@ -73,6 +74,7 @@ def test_a_document_is_read_with_its_progress_and_asked_about(
     assert {each["of"] for each in events} == {301}
     (listed,) = json.loads(served.get("/v1/kvswap/documents"))["documents"]
     assert (listed["name"], listed["tokens"]) == (events[-1]["name"], 301)
+    assert listed["document"] == "" and listed["begins"] == beginning(book)
     assert listed["bytes"] > 0 and abs(listed["used"] - time.time()) < 3600
     told = json.loads(served.get(f"/v1/kvswap/documents/{listed['name']}"))
     assert told["text"] == book
@@ -87,6 +89,55 @@ def test_a_document_is_read_with_its_progress_and_asked_about(
     short = ingest(served, "ab")  # shorter than what an answer would have saved
     assert short[-1]["name"] and len(list(tmp_path.glob("*.kvswap"))) == 2
     assert send(served, "GET", "/v1/kvswap/documents/nothing", None)[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("text", "begins"),
+    [
+        ("A house.\n\n  It is blue.", "A house. It is blue."),
+        ("word " * 30, "word word word word word word word word word word word word ..."),
+        ("words " * 30, "words words words words words words words words words words ..."),
+        ("x" * 200, "x" * 60 + " ..."),
+        ("cut \ufffd", "cut"),
+        ("# A house\n=========\n\n- blue", "A house blue"),
+        ("=== ***", "=== ***"),
+        ("", ""),
+    ],
+    ids=[
+        "short",
+        "words",
+        "within a word",
+        "no spaces",
+        "half a character",
+        "rules",
+        "no letters",
+        "nothing",
+    ],
+)
+def test_a_document_is_listed_by_how_it_begins(text: str, begins: str) -> None:
+    assert beginning(text) == begins
+
+
+def test_a_document_that_was_ingested_before_has_its_files_name(
+    served: Served, tmp_path: Path
+) -> None:
+    model, tokenizer = make_model(tmp_path / "model")
+    store = tmp_path / "store"
+    store.mkdir()
+    for document_name, saved in (("books/war.txt", "one.kvswap"), ("-", "two.kvswap")):
+        ids = tokenizer(f"<{document(1, 100)}{saved}", return_tensors="pt")["input_ids"]
+        with KVSwapCache(model, path=tmp_path) as cache:
+            model.generate(ids, **cache.as_argument(), max_new_tokens=1, do_sample=False)
+            cache.document = str(tmp_path / document_name) if document_name != "-" else "-"
+            cache.save(store / saved)
+    served.start(store=str(store))
+    told = json.loads(served.get("/v1/kvswap/documents"))["documents"]
+    assert {each["name"]: each["document"] for each in told} == {
+        "one.kvswap": "war.txt",
+        "two.kvswap": "",
+    }
+    assert all(each["begins"] == beginning(document(1, 100)) for each in told)
+    assert str(tmp_path) not in json.dumps(told), "folders of the server are its own"
 
 
 def test_a_document_that_is_none_is_refused(served: Served, tmp_path: Path) -> None:
@@ -138,4 +189,8 @@ def test_in_a_browser(served: Served, tmp_path: Path) -> None:
     told = json.loads(done.stdout)
     assert "301 tokens" in told["bar"] and told["documents"] == 1
     assert told["answer"] and "(98 %) from a cache" in told["reused"]
+    begins = beginning(document(1, 300))
+    assert told["first"].startswith(begins) and told["first"].endswith(".kvswap")
+    assert told["chosen"] == f"{begins}, 301 tokens"
+    assert told["head_lines"] == [1, 1, 1, 1], "a word of a head must not be broken"
     assert told["errors"] == [] and int(told["hits"]) >= 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -25,7 +26,9 @@ from kvswap_torch.hf.serving.store import CacheStore, Entry
 
 INGEST = "/v1/kvswap/ingest"
 DOCUMENTS = "/v1/kvswap/documents"
+BEGINS_TOKENS, BEGINS_CHARACTERS = 160, 60  # of a document's text, in the list
 FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
+_LETTER = re.compile(r"\w")
 _KINDS = {".html": b"text/html; charset=utf-8", ".css": b"text/css", ".js": b"text/javascript"}
 _FOLDER = Path(__file__).parent / "static"
 HEADERS = (
@@ -76,11 +79,17 @@ class Documents:
         self._opening = _opening(tokenizer)
 
     def listed(self, owner: str) -> dict[str, Any]:
-        """The newest first, and whose words a chat has them as."""
+        """The newest first, and whose words a chat has them as.
+
+        ``document`` is the file's name where the saved cache has it, else empty; ``begins`` is how
+        the text begins.
+        """
         entries = sorted(self._store.entries(owner), key=lambda entry: -entry.used_ns)
         documents = [
             {
                 "name": entry.path.name,
+                "document": entry.document,
+                "begins": beginning(self._text(entry, BEGINS_TOKENS)),
                 "tokens": len(entry.tokens),
                 "bytes": entry.bytes,
                 "used": entry.used_ns / 1e9,
@@ -121,11 +130,23 @@ class Documents:
                 return entry.path.name
         return None
 
-    def _text(self, entry: Entry) -> str:
-        text = self._tokenizer.decode(entry.tokens.tolist(), skip_special_tokens=False)
+    def _text(self, entry: Entry, most: int | None = None) -> str:
+        """Of all tokens, or of the first `most`."""
+        text = self._tokenizer.decode(entry.tokens[:most].tolist(), skip_special_tokens=False)
         if self._opening is None:
             text = text.removeprefix(self._tokenizer.bos_token or "")
         return text.removeprefix(self._opening or "")
+
+
+def beginning(text: str) -> str:
+    """Its first words in one line, without rules and bullets; cut between words if it has any."""
+    words = text.rstrip("\ufffd").split()  # a character that the last token begins
+    line = " ".join(filter(_LETTER.search, words)) or " ".join(words)
+    if len(line) <= BEGINS_CHARACTERS:
+        return line
+    cut = line[:BEGINS_CHARACTERS]
+    whole = cut if line[BEGINS_CHARACTERS] == " " else cut.rpartition(" ")[0]
+    return f"{whole or cut} ..."
 
 
 def _opening(tokenizer: Any) -> str | None:

@@ -61,6 +61,8 @@ class Entry:
         Damaged, or of a newer version: only ``kvswap rm`` removes it.
     is_probed
         Its keys were compared with the model's.
+    document
+        The file's name that ``kvswap ingest`` read, without its folder; empty: not known.
     """
 
     path: Path
@@ -71,6 +73,7 @@ class Entry:
     tokens: torch.Tensor | None = None
     is_kept: bool = False
     is_probed: bool = False
+    document: str = ""
 
 
 def common_tokens(one: torch.Tensor, other: torch.Tensor) -> int:
@@ -310,7 +313,9 @@ class CacheStore:
                 self._leave_out(path, error)
             return entry
         try:
-            check_model(json.loads(saved.facts), self._parts, str(path))
+            made = json.loads(saved.facts)
+            check_model(made, self._parts, str(path))
+            entry.document = _file_name(made.get("document", ""))
             entry.tokens = _tokens_of(saved.tensors())
         except Exception as error:
             entry.is_kept = not isinstance(error, ConfigError)  # another model's may leave
@@ -398,6 +403,11 @@ def reason_of(error: Exception) -> str:
     if number is not None:
         return errno.errorcode.get(number, str(number))
     return "damaged" if isinstance(error, CorruptionError) else type(error).__name__
+
+
+def _file_name(document: str) -> str:
+    """Without its folder, which is no matter of the server's clients; ``-`` was a pipe."""
+    return "" if document == "-" else Path(document).name
 
 
 def _tokens_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:

@@ -82,11 +82,18 @@ async function listDocuments() {
   at("document").replaceChildren(new Option("no document", ""));
   for (const each of documents) {
     const row = at("documents").insertRow();
-    cell(row, each.name);
+    const title = each.document || each.begins || each.name;
+    cell(row, title);
+    if (title !== each.name) {
+      const file = document.createElement("small");
+      file.textContent = each.name;
+      row.cells[0].append(file);
+    }
     cell(row, each.tokens.toLocaleString("en"), "n");
     cell(row, bytes(each.bytes), "n");
     cell(row, new Date(each.used * 1000).toLocaleString("en-GB"));
-    at("document").add(new Option(`${each.name}, ${each.tokens} tokens`, each.name));
+    const tokens = `${each.tokens.toLocaleString("en")} tokens`;
+    at("document").add(new Option(`${title}, ${tokens}`, each.name));
   }
   at("document").value = documents.some((each) => each.name === chosen) ? chosen : "";
   at("no-documents").hidden = documents.length > 0;
