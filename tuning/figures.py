@@ -153,10 +153,11 @@ def draw_parts(axes: Axes, data: ReportData) -> str:
     axes.get_yticklabels()[0].set_color(CHOSEN)
     axes.get_yticklabels()[0].set_fontweight("bold")
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max(left))
+    axes.set_xlim(0, 1.4 * max(left))
     axes.set_xlabel("milliseconds per token")
     axes.grid(axis="y", visible=False)
-    axes.legend(fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.14))
+    # Of the figure: centred below long labels of settings it would leave the picture.
+    axes.get_figure(root=True).legend(fontsize=9, ncols=3, loc="outside lower center")
     chosen = data.chosen
     wait = chosen.parts.get(WAIT, 0.0) / chosen.seconds_per_token
     waits = f"{wait:.0%} of it is waiting for the disk" if wait >= 0.005 else "the disk keeps up"

@@ -181,6 +181,7 @@ figure { margin: 1.6rem 0 } figcaption, .words { color: #555c64; font-size: .92r
 table { border-collapse: collapse; font-size: .92rem }
 td, th { padding: .25rem .8rem .25rem 0; text-align: right; border-bottom: 1px solid #e6e8eb }
 td:first-child, th:first-child { text-align: left }
+.facts td { text-align: left; vertical-align: top } .facts td:first-child { white-space: nowrap }
 tr.chosen { font-weight: bold; color: #c0392b }
 .warning { background: #fff6e0; border-left: 4px solid #f0a202; padding: .4rem .8rem }
 """.strip()
@@ -216,7 +217,7 @@ def _page(data: ReportData, titles: dict[str, str]) -> str:
 <p class="words">{_text(WORDS)}</p>
 {shown}
 <h2>Measured with</h2>
-<table>
+<table class="facts">
 {facts}
 </table>
 </body>

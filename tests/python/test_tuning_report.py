@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from kvswap_torch.errors import ConfigError
+from kvswap_torch.tuning import figures, report
 from kvswap_torch.tuning.disk import DiskFigures, DiskModel, ReadCell
 from kvswap_torch.tuning.points import Point, ReportData, neighbours, setting_text
 from kvswap_torch.tuning.report import DATA, PICTURES, print_report, write_report
@@ -119,6 +120,26 @@ def test_titles_say_what_the_numbers_say(written: Path) -> None:
     assert "recall 0.97 at 169 tokens per second; the fastest makes 195" in titles["trade_off.png"]
     assert "Single reads of 4 KiB get 10 MB/s, the best 720 MB/s" in titles["disk.png"]
     assert "off by 10%" in titles["disk.png"]
+
+
+def test_the_parts_of_a_tokens_time_are_all_named_inside_the_picture() -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    data = make_data()
+    parts = dict.fromkeys((*figures.PARTS, "other"), 1e-3)
+    points = [dataclasses.replace(each, parts=parts, shares_pages=True) for each in data.points]
+    figure = Figure(figsize=(report.WIDTH, report.HEIGHT), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    figures.draw_parts(axes, dataclasses.replace(data, points=points))
+    canvas.draw()
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == len(parts)
+    box, whole = legend.get_window_extent(), figure.bbox
+    assert whole.x0 <= box.x0 and box.x1 <= whole.x1
+    assert whole.y0 <= box.y0 and box.y1 <= whole.y1
+    assert max(text.get_window_extent().x1 for text in axes.texts) <= whole.x1
 
 
 def test_equal_numbers_give_equal_files(written: Path, tmp_path: Path) -> None:
