@@ -29,8 +29,8 @@ def memory_bytes(kinds: Sequence[str] = ("RssAnon",), pid: int | str = "self") -
 
 
 def write(name: str, results: dict[str, Any]) -> Path:
-    """bench/results/<name>.json."""
-    path = RESULTS / f"{name}.json"
+    """bench/results/<name>.json; an absolute name is a path of its own."""
+    path = RESULTS / f"{name.removesuffix('.json')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=2) + "\n")
     return path

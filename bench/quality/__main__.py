@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench import machine
 from bench.quality.harness import REFERENCE, Harness, Setting
 from bench.quality.plan import make_plan
-from bench.quality.report import RESULTS, print_summary, summarise, write
+from bench.quality.report import print_summary, summarise, write
 from bench.quality.tasks import LANGUAGE, TASKS
 from bench.quality.text import HELD_OUT
 from kvswap_torch.errors import KVSwapError
@@ -64,7 +64,7 @@ def main(
     threads: Annotated[int, typer.Option(help="of torch; 0: one for each core")] = 0,
     seed: Annotated[int, typer.Option(help="of documents, facts and questions")] = 0,
     folder: Annotated[Path, typer.Option(help="for journals")] = Path("build/quality"),
-    out: Annotated[str, typer.Option(help="name of the results; none: write none")] = "",
+    out: Annotated[str, typer.Option(help="name, or absolute path; none: write nothing")] = "",
 ) -> None:
     console = Console(width=140)
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
@@ -87,7 +87,7 @@ def main(
         if harness.has_wide_products:
             facts["products"] = TOLD
         path = write(out or summary["model"], {"machine": facts} | summary)
-        console.print(f"wrote {path.relative_to(RESULTS.parent)}")
+        console.print(f"wrote {path}", soft_wrap=True)
 
 
 def _run(harness: Harness, plan: list, console: Console) -> None:

@@ -172,9 +172,9 @@ def _mean(numbers: Sequence[float]) -> float:
 
 
 def write(name: str, summary: dict[str, Any]) -> Path:
-    """bench/results/quality/<name>.json."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    """bench/results/quality/<name>.json; an absolute name is a path of its own."""
+    path = RESULTS / f"{name.removesuffix('.json')}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(summary, separators=(",", ":")) + "\n", encoding="utf-8")
     return path
 

@@ -7,8 +7,12 @@ import json
 import numpy as np
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
+from bench import machine
 from bench.quality import report
+from bench.quality.__main__ import main as quality_main
 from bench.quality.document import Sample
 from bench.quality.harness import REFERENCE, Harness, Setting
 from bench.quality.methods import parse, product_settings
@@ -143,3 +147,25 @@ def test_a_short_run_is_resumed_and_summarised(tmp_path, monkeypatch):
     assert {depth > 0 for depth, _ in full["depths"]} == {True}
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert json.loads(report.write("made_up", summary).read_text())["model"] == "reference_model"
+
+
+@needs_native
+@pytest.mark.parametrize("suffix", ["", ".json"])
+def test_results_are_written_where_an_absolute_path_says(suffix, tmp_path):
+    """The command ends well after it wrote, and says the path."""
+    out, arguments = tmp_path / "new" / "mine", ["--lengths", "512", "--documents", "1"]
+    arguments += ["--methods", "", "--tasks", "language", "--threads", "1", "--text", TEXT]
+    arguments += ["--folder", str(tmp_path / "journals"), "--out", f"{out}{suffix}"]
+    app = typer.Typer()
+    app.command()(quality_main)
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    written = out.with_suffix(".json")
+    assert list(json.loads(written.read_text())["lengths"]) == ["512"]
+    assert f"wrote {written}" in done.output
+
+
+def test_other_benchmarks_write_where_an_absolute_path_says(tmp_path):
+    assert machine.write(str(tmp_path / "a" / "b"), {"x": 1}) == tmp_path / "a" / "b.json"
+    assert json.loads((tmp_path / "a" / "b.json").read_text()) == {"x": 1}
+    assert machine.write(str(tmp_path / "c.json"), {"x": 2}) == tmp_path / "c.json"
