@@ -21,7 +21,7 @@ BENCHMARKS = {
     "turns": Benchmark("seconds to a second question's first token", "3 min"),
     "opening": Benchmark("seconds to open a saved cache in a new process", "1 min"),
     "serving": Benchmark("seconds to the first token from kvswap serve", "1 min"),
-    "real_speed": Benchmark("ms per token of a real model, settings by turns", "5 min; a model"),
+    "real_speed": Benchmark("ms per token of a real model, by settings", "30 s each; a model"),
     "long_decode": Benchmark("ms per token and drift over 16K decoded tokens", "5 min a method"),
     "quality": Benchmark("right answers beside the full cache's", "minutes to hours"),
     "recorded": Benchmark("records what a model selects, for side_by_side", "1 min; a model"),

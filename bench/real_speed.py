@@ -1,124 +1,161 @@
-"""Milliseconds per token of several settings side by side, on a model that reads a document.
-
-    python -m bench real_speed --model build/models/smollm2 --out real_speed \\
-        --methods "product:memory=1/8 product:config=tuned.json,memory=1/8"
-
-Every cache reads the same document; then each decodes a token of its questions in turn, so that
-what else the machine does strikes all alike. Methods are written as for `python -m bench quality`;
-the first is what the others are compared with, and the full cache (`DynamicCache`) runs beside
-them.
-"""
+"""Milliseconds per token of several settings side by side, on a model that reads a document."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
-from contextlib import ExitStack
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import track
+from rich.table import Table
 from transformers import DynamicCache
 
 from bench import machine
-from bench.quality.methods import parse
-from bench.quality.product import Product
-from bench.reading import open_held_out, read, step
+from bench.reading import CHUNK, open_held_out, read, step
+from bench.real_rows import DEVICES, PREFETCH, WARM, Work, rounds, told
 from kvswap_torch.compare.budget import Bytes
-from kvswap_torch.config.engine import engine_value
+from kvswap_torch.compare.journal import Journal, digest_of
 from kvswap_torch.hf.families import model_parts
+from kvswap_torch.native import LIBRARY
 from kvswap_torch.tuning.documents import TURNS_MAX
 
-FULL = "full"
-WARM = 8  # first steps that do not count
+_TEXT = """Milliseconds per token of several settings side by side, on a model that read a document.
 
+Every cache reads the same document. Then each decodes a token of its questions in turn, so that
+what else the machine does strikes all alike. Methods are written as for `python -m bench quality`.
+transformers' DynamicCache (row full) and StaticCache (row static) are in memory, without compile.
+With --prefetch and --devices each method is a row for each mode and device; own is its own mode.
+These two change how a method reads and nothing of what it selects.
 
-def compare(seconds: dict[str, list[float]], first: str) -> dict[str, dict[str, Any]]:
-    """Of each name: median and quartiles in ms, and the median ratio of pairs to `first`."""
-    told = {}
-    for name, times in seconds.items():
-        low, middle, high = statistics.quantiles(times, n=4)
-        ratios = [mine / other for mine, other in zip(times, seconds[first], strict=True)]
-        told[name] = {
-            "ms": round(1e3 * middle, 2),
-            "quartiles": [round(1e3 * low, 2), round(1e3 * high, 2)],
-            "ratio": round(statistics.median(ratios), 3),
-        }
-    return told
+Each row has its median and quartiles in ms, its median ratio to the first row of its device, the
+milliseconds that layers waited for the disk (wait_ms) and the share of read time that was hidden
+(hidden_share). Steps before the 9th do not count.
 
+What it costs is said before it begins: each row reads the document once. With SmolLM2-135M and
+4,096 tokens, a row takes about half a minute on two idle cores, and more on a modelled device. All
+caches of a device are open at once, the full ones included. Rows are in a journal when their
+device is done: the same command measures only what is missing, --again all. Another model, text or
+library begins a new journal.
 
-def seconds_of_steps(
-    model: Any, caches: dict[str, Any], ids: torch.Tensor, first: int
-) -> dict[str, list[float]]:
-    """Seconds of each token of ``ids[first:]`` in each cache, after all have read what is before.
+Examples:
 
-    Parameters
-    ----------
-    ids
-        ``[tokens]`` int64.
-    """
-    for cache in caches.values():
-        read(model, cache, ids[:first])
-    seconds: dict[str, list[float]] = {name: [] for name in caches}
-    for token in track(ids[first:], "decoding"):
-        for name, cache in caches.items():
-            seconds[name].append(step(model, cache, token)[0])
-    return {name: times[WARM:] for name, times in seconds.items()}
+  python -m bench real_speed --model build/models/smollm2 --tokens 4096
 
+  python -m bench real_speed --model build/models/smollm2 --tokens 4096 --prefetch own,off
+  --devices local,ufs,emmc --out real_speed
 
-def open_all(
-    stack: ExitStack, model: Any, products: Sequence[Product], context: int, path: Path
-) -> dict[str, Any]:
-    """The caches of these methods, closed with `stack`."""
-    return {
-        product.name: stack.enter_context(product.opened(model, path, context))
-        for product in products
-    }
+  python -m bench real_speed --model DIR --methods "product:memory=1/8
+  product:config=tuned.json,memory=1/8"
+"""
+HELP = "\n\n".join(" ".join(part.split()) for part in _TEXT.split("\n\n"))
+METHODS = "product:memory=1/8 product:memory=1/13"
 
 
 def main(
     model: Annotated[Path, typer.Option(help="folder of the model")],
-    methods: Annotated[str, typer.Option(help="product:..., with spaces between")],
-    length: Annotated[int, typer.Option(help="tokens of the document")] = 4096,
-    steps: Annotated[int, typer.Option(help="tokens decoded in each cache")] = 128,
-    threads: Annotated[int, typer.Option(help="of torch")] = 1,
+    methods: Annotated[str, typer.Option(help="product:..., with spaces between")] = METHODS,
+    tokens: Annotated[int, typer.Option("--tokens", "--length", help="of the document")] = 4096,
+    steps: Annotated[int, typer.Option(min=2, help="tokens decoded in each cache")] = 128,
+    prefetch: Annotated[str, typer.Option(help=f"of {', '.join(PREFETCH)}")] = "own",
+    devices: Annotated[str, typer.Option(help=f"of {', '.join(DEVICES)}")] = "local",
+    threads: Annotated[int, typer.Option(min=1, help="of torch")] = 1,
     path: Annotated[Path, typer.Option(help="folder on the disk to use")] = Path("build"),
-    out: Annotated[str, typer.Option(help="name under bench/results; empty: none")] = "",
+    folder: Annotated[Path, typer.Option(help="for journals")] = Path("build/real_speed"),
+    again: Annotated[bool, typer.Option("--again", help="measure all rows anew")] = False,
+    out: Annotated[
+        str, typer.Option(help="name under bench/results, or absolute path; empty: write nothing")
+    ] = "",
 ) -> None:
+    console = Console()
+    try:
+        names = rounds(methods.split(), prefetch.split(","), devices.split(","))
+    except ValueError as error:
+        console.print(f"[red]{error}")
+        raise typer.Exit(1) from error
     torch.set_num_threads(threads)
     described = machine.describe(path)
-    network, sample = open_held_out(model, length + min(length // 3, TURNS_MAX))
-    asked = sample.ids[sample.focus :]
-    asked = asked.repeat(-(-(steps + WARM) // len(asked)))[: steps + WARM]
-    ids = torch.cat([sample.ids[: sample.focus], asked])
-    size = Bytes(model_parts(network), len(ids), path, sample.focus)
-    products = [Product.named(name, parse(name)[1], size) for name in methods.split()]
-    with ExitStack() as stack:
-        caches = open_all(stack, network, products, len(ids), path)
-        beside = caches | {FULL: DynamicCache(config=network.config)}
-        told = compare(seconds_of_steps(network, beside, ids, sample.focus), products[0].name)
-        for product, cache in zip(products, caches.values(), strict=True):
-            stats, config = cache.stats(), cache.driver.config
-            told[product.name] |= {
-                "memory_share": round(stats.resident_bytes_peak / size.full, 4),
-                "bytes_read_per_token": round(stats.bytes_read_per_token),
-                "hit_rate": stats.hit_rate,
-                "ranks": list(cache.driver.ranks),
-                "summary_dtype": engine_value(config, "summary_dtype"),
-                "groups_max": config.selection.top_k_groups,
-                "group_tokens": config.selection.group_tokens,
-                "resident_layers": config.memory.resident_layers,
-                "device": config.storage.simulated_device or "local disk",
-                "smaller": product.smaller,
-            }
-    Console().print(told)
+    network, ids, first = text_of(model, tokens, steps)
+    size = Bytes(model_parts(network), len(ids), path, first)
+    work = Work(network, ids, first, size, path)
+    journal = open_journal(model, folder, ids, first, threads, again)
+    console.print(f"journal: {journal.path}", soft_wrap=True)
+    for line in cost_lines(work, names, journal):
+        console.print(line, highlight=False, soft_wrap=True)
+    for of_device in names:
+        work.run(of_device, journal)
+    rows = dict(told(names, journal))
+    console.print(table(rows), soft_wrap=True)
     if out:
         facts = {"machine": described, "model": model.resolve().name, "tokens": len(ids)}
-        machine.write(out, facts | {"threads": threads, "methods": told})
+        written = machine.write(out, facts | {"threads": threads, "methods": rows})
+        console.print(f"wrote {written}", soft_wrap=True)
+
+
+def table(rows: dict[str, dict[str, Any]]) -> Table:
+    """Of each row what a reader compares; the results have the rest."""
+    made = Table(box=None, pad_edge=False)
+    for head in ("row", "ms", "to the first", "waiting, ms", "hidden", "memory"):
+        made.add_column(head, justify="left" if head == "row" else "right", no_wrap=True)
+    for name, row in rows.items():
+        if "impossible" in row:
+            made.add_row(name, row["impossible"])
+            continue
+        keys = {"wait_ms": ".2f", "hidden_share": ".2f", "memory_share": ".3f"}
+        found = [
+            "" if row.get(key) is None else format(row[key], form) for key, form in keys.items()
+        ]
+        made.add_row(name, f"{row['ms']:.1f}", f"{row['ratio']:.2f}", *found)
+    return made
+
+
+def text_of(model: Path, tokens: int, steps: int) -> tuple[Any, torch.Tensor, int]:
+    """The model; a document's tokens with those that are decoded; how many are read before."""
+    network, sample = open_held_out(model, tokens + min(tokens // 3, TURNS_MAX))
+    asked = sample.ids[sample.focus :]
+    asked = asked.repeat(-(-(steps + WARM) // len(asked)))[: steps + WARM]
+    return network, torch.cat([sample.ids[: sample.focus], asked]), sample.focus
+
+
+def open_journal(
+    model: Path, folder: Path, ids: torch.Tensor, first: int, threads: int, again: bool
+) -> Journal:
+    """Of this model, text and library; `again`: without the lines of before."""
+    files = [*model.glob("*.safetensors"), *model.glob("config.json"), LIBRARY]
+    asked = {"ids": ids.tolist(), "first": first, "threads": threads}
+    path = folder / f"{model.resolve().name}-{digest_of(files, asked)}.jsonl"
+    if again:
+        path.unlink(missing_ok=True)
+    return Journal(path, ("name",))
+
+
+def cost_lines(work: Work, names: list[list[str]], journal: Journal) -> list[str]:
+    """What is to come; some tokens are read to time them."""
+    rows = sum(map(len, names))
+    left = sum(len(work.missing(of_device, journal)) for of_device in names)
+    if not left:
+        return [f"all {rows} rows are in the journal"]
+    decoded = len(work.ids) - work.first
+    a_token, a_step = _timed(work)
+    minutes = left * (work.first * a_token + decoded * a_step) / 60
+    return [
+        f"{rows} rows, {rows - left} in the journal; each of the others reads {work.first:,} tokens"
+        f" and decodes {decoded}: at least {minutes:.1f} minutes together, and more for waiting"
+    ]
+
+
+def _timed(work: Work) -> tuple[float, float]:
+    """Seconds of a token that is read among many, and of a step, in a short full cache."""
+    cache, ids = DynamicCache(config=work.model.config), work.ids[: min(CHUNK, work.first) // 2]
+    read(work.model, DynamicCache(config=work.model.config), ids[:64])  # warms up
+    began = time.perf_counter()
+    read(work.model, cache, ids)
+    a_token = (time.perf_counter() - began) / len(ids)
+    return a_token, min(step(work.model, cache, ids[-1])[0] for _ in range(3))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False)
+    app.command(help=HELP)(main)
+    app()

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 CHUNK = 4096  # tokens of the document per forward pass
 OWN = ("memory", "config", "question", "preset")
 CHANGED = (*NAMES, *PATHS)  # settings by their paths, or by the engine's names
+# How groups come to be in memory, whichever are selected: of the defaults nothing else changes.
+HOW_READ = ("prefetch.mode", "storage.simulated_device")
 
 
 def _setting(key: str, value: Any) -> tuple[str, Any]:
@@ -58,6 +60,8 @@ class Product:
         One that divides a budget itself, in the place of a config.
     smaller
         What a preset's settings are in the budget, where its own do not fit.
+    read_by
+        Of `HOW_READ`, what is changed of the cache's own defaults, which are as long as they were.
     """
 
     name: str
@@ -66,6 +70,7 @@ class Product:
     question: str
     preset: str | None = None
     smaller: dict[str, Any] = dataclasses.field(default_factory=dict)
+    read_by: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def named(cls, name: str, settings: dict[str, str], size: Bytes) -> Product:
@@ -94,18 +99,29 @@ class Product:
                 changed = stored_heads(size.identity) | changed
             fitted = size.of_preset(settings["preset"], changed, budget)
             return cls(name, fitted.config, budget, question, smaller=dict(fitted.smaller))
-        elif changed:
+        if changed and file is None and set(changed) <= set(HOW_READ):
+            return cls(name, None, budget, question, read_by=changed)
+        if changed:
             config = (config or SwapConfig()).with_settings(changed)
         return cls(name, config, budget, question)
 
     def opened(self, model: Any, path: str | Path, context: int) -> KVSwapCache:
         """Its cache for one sequence of so many tokens; the caller closes it."""
+        if not self.read_by:
+            return self._opened(model, path, context, self.config)
+        with self._opened(model, path, context, self.config) as own:
+            config = own.driver.config.with_settings(self.read_by)
+        return self._opened(model, path, context, config)
+
+    def _opened(
+        self, model: Any, path: str | Path, context: int, config: SwapConfig | None
+    ) -> KVSwapCache:
         from kvswap_torch import KVSwapCache
 
         return KVSwapCache(
             model,
             path=path,
-            config=self.config,
+            config=config,
             preset=self.preset,
             kv_memory_bytes=self.budget_bytes,
             max_context=context,

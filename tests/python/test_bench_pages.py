@@ -14,7 +14,6 @@ from bench.long_decode import by_marks, in_passes, run
 from bench.machine import RESULTS
 from bench.pages import answers, home, plots, presets, speed
 from bench.pages.answers import real_rows
-from bench.real_speed import compare
 from kvswap_torch import KVSwapCache
 from tests.python.tiny_models import tiny_model, tokens_of
 
@@ -138,13 +137,6 @@ def test_the_homes_numbers_are_of_the_configuration_that_their_line_names():
     row = home.time_row(cell)
     assert "| **46.2 ms** | a step; the full cache (`StaticCache`) takes 70.0 ms |" in row
     assert "random choices, 32,768 tokens, batch 1, local disk, 1.00 MiB (1/13.0)" in row
-
-
-def test_speeds_are_paired_with_the_first():
-    told = compare({"a": [0.01, 0.02, 0.03], "b": [0.02, 0.04, 0.06], "c": [0.02, 0.01, 0.03]}, "a")
-    assert told["a"] == {"ms": 20.0, "quartiles": [10.0, 30.0], "ratio": 1.0}
-    assert told["b"]["ratio"] == 2.0 and told["b"]["ms"] == 40.0
-    assert told["c"]["ratio"] == 1.0
 
 
 def test_a_long_decoding_is_judged_between_its_marks():
