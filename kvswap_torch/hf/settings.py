@@ -113,7 +113,7 @@ def settle(
 
 
 def default_config(shape: ModelShape, context: int) -> SwapConfig:
-    """The defaults, with no more columns than the keys are wide, each layer's true query choosing.
+    """The defaults, with no more columns than the keys are wide; each layer's true query selects.
 
     A context of more than 6,144 tokens has twice as many groups: 400 tokens of 7,936 are too few
     even for a choice by the attention itself.
@@ -122,9 +122,10 @@ def default_config(shape: ModelShape, context: int) -> SwapConfig:
     retrieve. On a real model the divergence from the full cache's next token is 0.05 this way and
     0.47 that way, with the same columns and groups.
 
-    Some layers cannot be predicted from the one before (those that match what stood a token
-    earlier), and only a calibration shows which. Without one, right answers go before hidden reads:
-    on the reference model 10 of 10 answers are right this way and 0 of 10 with prediction.
+    A query predicted from the layer before only prefetches (`prefetch.mode` is ``verify``). Some
+    layers cannot be predicted so (those that match what stood a token earlier), and only a
+    calibration shows which. On the reference model 10 of 10 answers are right this way, and 0 of 10
+    where predictions select (``trust``).
     """
     rank = min(shape.width, Summary().rank)
     return at_length(SwapConfig(summary=Summary(rank=rank)), context)
