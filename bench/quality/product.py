@@ -153,6 +153,7 @@ class Product:
                 "ranks": list(cache.driver.ranks),
                 "summary_dtype": engine_value(config, "summary_dtype"),
                 "smaller": self.smaller,
+                "prefetch": config.prefetch.mode,
             }
 
     def _rows(self, model: Any, cache: Any, sample: Sample) -> torch.Tensor:

@@ -85,6 +85,7 @@ def _of_method(lines: Lines, full: Lines, able: dict, unable: dict) -> dict[str,
         "ranks": first.get("ranks"),
         "summary_dtype": first.get("summary_dtype"),
         "smaller": first.get("smaller", {}),
+        "prefetch": first.get("prefetch"),
         "groups_per_step": round(groups, 2),
         "hit_rate": round(_mean(hits), 4) if hits else None,
         "bytes_read_per_token": round(

@@ -292,6 +292,7 @@ def session_report(runner: Runner) -> dict[str, Any]:
             "groups_max": config.selection.top_k_groups,
             "pages_max": config.memory.pages_per_layer,
             "replacement": engine_value(config, "replacement"),
+            "prefetch": config.prefetch.mode,
         },
         "hit_rate": round(1 - grown["groups_loaded"] / attended, 4) if attended else None,
         "read_calls_per_layer": round(grown["read_calls"] / grown["steps"], 1),
