@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bench.headline import made_of
+from bench.headline import NO_PREFETCH, is_without_prefetch, made_of
 from bench.pages.caption import DOES_NOT_FIT, NOT_MEASURED, caption, head, line, share
 from bench.quality.methods import FULL, parse
 from bench.quality.report import right_answers
@@ -17,10 +17,11 @@ NEAR_TOKENS = 64  # by which a timed document may differ in length from those th
 HIGHER = "Answers: higher is better; KL divergence, bytes and times: lower is better"
 COLUMNS = (
     "tokens, documents", "settings", "KV memory", "rank, groups of tokens", "right answers",
-    "answers kept", "KL, answers (nats)", "same token, text",
+    "answers kept", "loss, answers (nats)", "KL, answers (nats)", "same token, text",
 )  # fmt: skip
 MADE_OF = (
     "Answers kept: of those that the full cache has right, with a 95 % interval over documents."
+    " Loss: of the right answer's tokens, teacher-forced, mean over all answers."
     " Same token: share of 127 positions of the text at which the most likely token is the same."
 )
 
@@ -75,7 +76,7 @@ def _answered(length: str, part: Result, name: str, method: Result) -> list[str]
     asked, text = method["tasks"]["asked"], method["tasks"]["language"]
     cells = [f"{int(length):,}, {part['documents']}", _settings(name)]
     if name == FULL:
-        return [*cells, "all", "", right_answers(method), "", "", ""]
+        return [*cells, "all", "", right_answers(method), "", f"{asked['loss'][0]:.3f}", "", ""]
     groups = method["groups_per_step"]  # a mean over documents
     tokens = method["selected_tokens"] / groups
     return [
@@ -84,6 +85,7 @@ def _answered(length: str, part: Result, name: str, method: Result) -> list[str]
         f"{_rank(method)}, {groups:.0f} of {tokens:.0f}",
         right_answers(method),
         interval(asked["kept"]),
+        f"{asked['loss'][0]:.3f}",
         f"{asked['kl'][0]:.3f}",
         f"{text['agree'][0]:.3f}",
     ]
@@ -112,5 +114,6 @@ def _times(timed: list[Result], length: int, name: str, method: Result) -> tuple
         if name == FULL:
             return "", full
         if made_of(told) == made_of(method):
-            return f"{told['ms']:.1f}", full
+            ms = f"{told['ms']:.1f}"
+            return f"{ms}, {NO_PREFETCH}" if is_without_prefetch(told) else ms, full
     return ("", NOT_MEASURED) if name == FULL else (NOT_MEASURED, "")

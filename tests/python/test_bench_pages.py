@@ -94,7 +94,7 @@ def quality(documents: int, methods: dict[str, Any], impossible: dict[str, str])
 
 def answered(kept: float) -> dict[str, Any]:
     asked = {"answers": 50, "exact": (0.6, 0.5, 0.7), "kept": (kept, 0.8, 1.0)}
-    asked |= {"kl": (0.02, 0.0, 1.0), "agree": (0.9, 0.0, 1.0)}
+    asked |= {"kl": (0.02, 0.0, 1.0), "agree": (0.9, 0.0, 1.0), "loss": (0.345, 0.3, 0.4)}
     made = {"ranks": [16, 32], "summary_dtype": "int4", "groups_per_step": 26.0}
     made |= {"selected_tokens": 52, "memory_share": 0.125}
     return {"tasks": {"asked": asked, "language": asked}} | made
@@ -107,17 +107,38 @@ def test_real_answers_are_of_most_documents_and_times_of_the_same_settings():
     few = quality(3, {name: answered(0.5) for name in NAMES[:2]}, {})
     many = quality(12, {name: answered(0.9) for name in NAMES}, {"product:memory=1/34": "at least"})
     same = {"ms": 47.8, "ranks": [16, 32], "summary_dtype": "int4", "groups_max": 26}
+    same["prefetch"] = "verify"
     methods = {NAMES[0]: {"ms": 155.7}, NAMES[1]: same | {"group_tokens": 2}}
     methods[NAMES[2]] = same | {"group_tokens": 4}
     timed = {"machine": MACHINE, "tokens": 4152, "methods": methods}
     rows = [row for row in real_rows([few, many], [timed]) if row.startswith("| 4")]
-    assert rows[0] == "| 4,096, 12 | full cache | all |  | 30 of 50 |  |  |  |  | 155.7 |"
-    made = "| 1/8.0 | 16 to 32 in int4, 26 of 2 | 30 of 50 | 0.90 (0.80 to 1.00) | 0.020 | 0.900 |"
+    assert rows[0] == "| 4,096, 12 | full cache | all |  | 30 of 50 |  | 0.345 |  |  |  | 155.7 |"
+    made = "| 1/8.0 | 16 to 32 in int4, 26 of 2 | 30 of 50 | 0.90 (0.80 to 1.00) "
+    made += "| 0.345 | 0.020 | 0.900 |"
     assert rows[1] == f"| 4,096, 12 | defaults, 1/8 {made} 47.8 | 155.7 |"
     assert rows[2].startswith("| 4,096 | defaults, 1/34 |  |  | does not fit |")
     assert rows[3] == f"| 4,096, 12 | tuned, 1/8 {made} not measured |  |"
     far = timed | {"tokens": 4096 + answers.NEAR_TOKENS + 1}
     assert "47.8" not in "".join(real_rows([many], [far]))
+    methods[NAMES[1]]["prefetch"] = "off"
+    assert "| 47.8, no prefetch | 155.7 |" in "".join(real_rows([many], [timed]))
+
+
+def test_a_default_that_was_measured_without_prefetch_is_marked():
+    def row(mode: str | None, predict: float) -> dict[str, Any]:
+        config = {} if mode is None else {"prefetch": mode}
+        return {"ms": 30.0, "kv_memory_bytes": 1, "config": config,
+                "parts_ms": {"predict": predict}}  # fmt: skip
+
+    shown = []
+    for default in (row("verify", 0.0), row("off", 0.1), row(None, 0.0), row(None, 0.1)):
+        cell = {"machine": MACHINE, "shape": "1b", "layers": 4, "context": 8192, "batch": 1,
+                "device": "local disk", "kv_bytes_full": 13, "empty": {},
+                "contenders": {"default": default, "kvswap": row("off", 0.0)}}  # fmt: skip
+        last = list(speed.speed_rows([cell]))[-1].split(" | ")
+        assert last[3] == "30.0", "published settings are what they are"
+        shown.append(last[4])
+    assert shown == ["30.0", "30.0, no prefetch", "30.0, no prefetch", "30.0"]
 
 
 def test_the_homes_numbers_are_of_the_configuration_that_their_line_names():
