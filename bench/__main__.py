@@ -24,6 +24,7 @@ BENCHMARKS = {
     "real_speed": Benchmark("ms per token of a real model, by settings", "30 s each; a model"),
     "long_decode": Benchmark("ms per token and drift over 16K decoded tokens", "5 min a method"),
     "quality": Benchmark("right answers beside the full cache's", "minutes to hours"),
+    "compare": Benchmark("methods on tasks, beside the full cache", "says so first; a model"),
     "recorded": Benchmark("records what a model selects, for side_by_side", "1 min; a model"),
     "weights": Benchmark("ms of a linear layer, in bf16, int8 and int4", "1 min"),
     "tuner": Benchmark("the tuner's predictions and its choice, measured", "20 min"),

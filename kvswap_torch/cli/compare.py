@@ -1,4 +1,4 @@
-"""``kvswap compare``: methods beside the full cache, on questions of your own."""
+"""``kvswap compare``: methods beside the full cache, on tasks or on questions of your own."""
 
 from __future__ import annotations
 
@@ -25,19 +25,24 @@ from kvswap_torch.errors import ConfigError
 from kvswap_torch.memory_size import format_bytes
 
 TABLE_WIDTH = 160
-JOURNAL = ".journal.jsonl"
+JOURNAL, QUESTIONS = ".journal.jsonl", ".questions.jsonl"
+TASK_NAMES = "needle, multi-key, multi-value, multi-query, variables, common-words, frequent-words"
 HELP = """\
-Compare methods on questions of your own: accuracy, loss, memory, bytes read and time.
+Compare methods on tasks, or on questions of your own: accuracy, loss, memory, bytes read and time.
 
---data has a JSON object on each line: document, question, answer. LongBench's and RULER's fields \
-are known too. Each method reads a document once and is asked all its questions.
+--tasks writes documents of --tokens tokens, with facts laid into text that comes along, into \
+OUT.questions.jsonl. --data is a file of your own with a JSON object on each line: document, \
+question, answer. LongBench's and RULER's fields are known too. Each method reads a document once \
+and is asked all its questions.
 
-  kvswap compare --model DIR --data questions.jsonl --methods kvswap,quest,snapkv \
---budget tokens:1024
+  kvswap compare --model DIR --tasks needle,variables --methods kvswap,quest,snapkv \
+--budget tokens:1024,bytes:1/13
 
-A method is a preset (kvswap presets) or module.Class of a plug-in, with settings after colons: \
-quest:selection.group_tokens=32. A budget is tokens:N attended in a step, bytes:1/13 of the full \
-cache, or bytes:64MiB; repeat --budget for a curve.
+  kvswap compare --model DIR --data questions.jsonl --methods all
+
+A method is a preset (kvswap presets; all: every one that needs no file) or module.Class of a \
+plug-in, with settings after colons: quest:selection.group_tokens=32. A budget is tokens:N \
+attended in a step, bytes:1/13 of the full cache, or bytes:64MiB; several give a curve.
 
 It says what it costs before it begins (--dry-run: and ends), and goes on where it was stopped. \
 The table, OUT.json and OUT.svg have all that was measured so far.
@@ -46,13 +51,22 @@ The table, OUT.json and OUT.svg have all that was measured so far.
 
 def main(
     model: Annotated[str, typer.Option(help="Folder of a Hugging Face model.", metavar="DIR")],
-    data: Annotated[Path, typer.Option(help="JSON lines.", metavar="FILE")],
+    data: Annotated[
+        Path | None, typer.Option(help="JSON lines; or --tasks.", metavar="FILE")
+    ] = None,
+    tasks: Annotated[str, typer.Option(help=f"all, or of {TASK_NAMES}.", metavar="NAMES")] = "",
+    tokens: Annotated[int, typer.Option(min=64, help="Of a document of --tasks.")] = 4096,
+    documents: Annotated[int, typer.Option(min=1, help="That --tasks writes.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of what --tasks draws.")] = 0,
     methods: Annotated[
         str,
-        typer.Option(help="Presets and plug-ins, commas between.", autocompletion=preset_names),
+        typer.Option(
+            help="Presets and plug-ins, commas between; all.", autocompletion=preset_names
+        ),
     ] = "kvswap",
     budget: Annotated[
-        list[str] | None, typer.Option(help="tokens:N, bytes:1/13 or bytes:64MiB; repeat.")
+        list[str] | None,
+        typer.Option(help="tokens:N, bytes:1/13 or bytes:64MiB; commas between, or repeat."),
     ] = None,
     out: Annotated[
         Path, typer.Option(help="Results; the plot and a journal stand beside.", metavar="OUT.json")
@@ -98,7 +112,6 @@ def main(
     from kvswap_torch.compare import results as files
     from kvswap_torch.compare.asking import Way
     from kvswap_torch.compare.comparison import Comparison
-    from kvswap_torch.compare.data import Questions
     from kvswap_torch.compare.machine import facts
     from kvswap_torch.compare.method import Budget, Method
     from kvswap_torch.compare.plot import draw
@@ -106,19 +119,19 @@ def main(
     console = Console(stderr=as_json)
     if console.width < TABLE_WIDTH and not console.is_terminal:
         console = Console(stderr=as_json, width=TABLE_WIDTH)
-    chosen = [Method.parse(name) for name in filter(None, methods.replace(" ", "").split(","))]
-    if not chosen:
-        raise ConfigError("--methods: must have a name at least, got none; see kvswap presets")
-    budgets = [Budget.parse(text) for text in budget or ["tokens:1024"]]
+    chosen = Method.parse_all(methods)
+    budgets = Budget.parse_all(budget or ["tokens:1024"])
     if out.suffix != ".json":
         raise ConfigError(f"--out: must end with .json, got {out}")
     plot = out.with_suffix(".svg")
     for target in (out, plot):
         check_file("--out", target)
     check_directory("--path", path)
-    asked = Questions(data)
+    written = out.with_name(out.stem + QUESTIONS)
+    source = _Source(data, tasks, tokens, documents, seed, written)
     others = [(files.read(file), str(file)) for file in add or ()]
     tokenizer = load_tokenizer(model)
+    asked = source.questions(tokenizer)
     prompt = make_prompt(prompt_template, tokenizer)
     loaded = load_model(model, dtype, device, say=console.print, weights=weights)
     comparison = Comparison(
@@ -142,6 +155,36 @@ def main(
     console.print(f"wrote {out} and {plot}", highlight=False)
     if as_json:
         print(json.dumps(results))
+
+
+class _Source:
+    """Where questions come from; refuses what it can before a tokenizer is there."""
+
+    def __init__(
+        self, data: Path | None, tasks: str, tokens: int, documents: int, seed: int, written: Path
+    ):
+        from kvswap_torch.compare.data import Questions
+        from kvswap_torch.compare.tasks import parse_tasks
+        from kvswap_torch.compare.writing import Asked
+
+        if (data is None) == (not tasks):
+            given = "neither" if data is None else "both"
+            raise ConfigError(f"compare: must have either --data or --tasks, got {given}")
+        self._read = None if data is None else Questions(data)
+        self._asked, self._written = None, written
+        if data is None:
+            check_file("--out", written)
+            self._asked = Asked(parse_tasks(tasks), tokens, documents, seed)
+
+    def questions(self, tokenizer: Any) -> Any:
+        """Those of the file, or of the tasks, which are written first."""
+        from kvswap_torch.compare.data import Questions
+        from kvswap_torch.compare.writing import write_questions
+
+        if self._asked is not None:
+            write_questions(self._written, self._asked, tokenizer)
+            return Questions(self._written)
+        return self._read
 
 
 def cost_lines(cost: Any, path: Path) -> list[str]:
@@ -188,6 +231,7 @@ def show(results: dict[str, Any], console: Console) -> None:
         if told:
             table.add_row(escape(method["name"]), method["budget"] or "", *cells(told))
     console.print(table)
+    show_tasks(results, console)
     for method in results["methods"]:
         for words, count in smaller_settings(method).items():
             of = f"{count} of {_count(len(method['runs']), 'document')}"
@@ -202,6 +246,24 @@ def show(results: dict[str, Any], console: Console) -> None:
     if documents == 1:
         words += ", so that there is nothing to draw from and they say nothing"
     console.print(f"{words}.", highlight=False, soft_wrap=True)
+
+
+def show_tasks(results: dict[str, Any], console: Console) -> None:
+    """Accuracy by task; nothing where questions have none."""
+    from kvswap_torch.compare.statistics import interval
+
+    summaries = [each for each in results["methods"] if each.get("summary", {}).get("tasks")]
+    names = list(dict.fromkeys(task for each in summaries for task in each["summary"]["tasks"]))
+    if not names:
+        return
+    table = Table(box=None, pad_edge=False)
+    for number, head in enumerate(("method", "budget", *names)):
+        table.add_column(head, justify="left" if number < 2 else "right", no_wrap=number < 2)
+    for each in summaries:
+        of = each["summary"]["tasks"]
+        shown = (interval(of.get(name), ".2f") for name in names)
+        table.add_row(escape(each["name"]), each["budget"] or "", *shown)
+    console.print(table)
 
 
 def cells(told: dict[str, Any]) -> list[str]:

@@ -72,9 +72,12 @@ def encoded(document: Document, tokenizer: Any, prompt: Prompt, new_tokens: int)
             before = list(tokenizer(question.text, add_special_tokens=False)["input_ids"])
         else:
             before = prompt.question_ids(tokenizer, question.text, 0)
-        if question.prefix:
-            before += tokenizer(question.prefix, add_special_tokens=False)["input_ids"]
+        # A chat's answer begins a turn; others follow a word.
         space = " " if plain or question.is_prompt else ""
+        if question.prefix:
+            begun = question.prefix if question.prefix[0].isspace() else space + question.prefix
+            before += tokenizer(begun, add_special_tokens=False)["input_ids"]
+            space = "" if begun[-1].isspace() else " "
         answer = tokenizer(space + question.expected, add_special_tokens=False)["input_ids"]
         asked.append(Asked(question, torch.tensor(before), torch.tensor(answer)))
     most = max(len(each.ids) + max(len(each.answer), new_tokens) for each in asked)
@@ -136,14 +139,16 @@ def ask_all(
     -------
     dict
         ``answers``, each with ``accuracy`` from 0 to 1 and ``loss``, mean over the expected
-        answer's tokens, in nats; ``steps``, ``ms_per_token`` (median) and ``bytes_read_per_token``.
+        answer's tokens, in nats, and the question's ``task``, if it has one; ``steps``,
+        ``ms_per_token`` (median) and ``bytes_read_per_token``.
     """
     reader = _Reader(model, cache, bytes_read)
     for ids in document.ids.split(CHUNK):
         reader.read(ids)
-    answers = []
+    answers: list[dict[str, Any]] = []
     for asked in document.asked:
-        answers.append(_ask(reader, asked, tokenizer, way))
+        task = {"task": asked.question.task} if asked.question.task else {}
+        answers.append(_ask(reader, asked, tokenizer, way) | task)
         reader.crop(len(document.ids))
     return {"answers": answers} | reader.steps.figures()
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvswap_torch.cli.prompt import Prompt
 
 PROBED_TOKENS, PROBED_STEPS = 256, 4
+ENCODING = 2  # raised when a question's tokens change: lines of before are of other questions
 KEY = ("setting", "document", "method", "budget")
 
 
@@ -131,8 +132,8 @@ class Comparison:
     def _settings_digest(self) -> str:
         """What lines of the journal must have in common to stand in one table."""
         prompt = dataclasses.astuple(self._prompt)
-        return _digest([self.model_digest, str(self.parts.dtype), self.questions.digest, prompt,
-                        dataclasses.astuple(self.way)])  # fmt: skip
+        asked = [self.questions.digest, prompt, dataclasses.astuple(self.way)]
+        return _digest([ENCODING, self.model_digest, str(self.parts.dtype), *asked])
 
     def _document(self, number: int) -> Encoded:
         document = self.questions[number]
@@ -146,9 +147,9 @@ class Comparison:
         most = most_positions(self.parts.config)
         if most is not None and document.longest > most:
             raise ConfigError(
-                f"--data: document {document.number + 1} and what follows must be at most the "
+                f"questions: document {document.number + 1} and what follows must be at most the "
                 f"{most:,} tokens that the model was made for, come to {document.longest:,}; "
-                "shorten it"
+                "shorten it, or lower --tokens"
             )
         asked = sum(len(each.ids) for each in document.asked)
         said = sum(len(each.answer) + self.way.new_tokens for each in document.asked)

@@ -40,6 +40,8 @@ class Question:
         What of the answer is written for the model.
     is_prompt
         Whether `text` is put after the document as it stands.
+    task
+        What kind of question it is; empty: the file does not say.
     """
 
     text: str
@@ -47,6 +49,7 @@ class Question:
     needs_all: bool = False
     prefix: str = ""
     is_prompt: bool = False
+    task: str = ""
 
     @property
     def expected(self) -> str:
@@ -171,7 +174,10 @@ def _question(
     if not isinstance(prefix, str):
         raise ConfigError(f"{where}: answer_prefix must be a text, got {prefix!r}")
     needs_all = name in ALL_WANTED and len(answers) > 1
-    return Question(text, answers, needs_all, prefix, is_prompt)
+    task = row.get("task") or ""
+    if not isinstance(task, str):
+        raise ConfigError(f"{where}: task must be a text, got {task!r}")
+    return Question(text, answers, needs_all, prefix, is_prompt, task)
 
 
 def _first(row: dict[str, Any], names: tuple[str, ...], where: str) -> str:

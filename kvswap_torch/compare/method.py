@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -20,12 +21,13 @@ from kvswap_torch.hf.plug_ins import PlugIns
 from kvswap_torch.keep import drops, with_keep
 from kvswap_torch.memory_size import parse_bytes
 from kvswap_torch.plug_ins import GroupScores, TokenScores
-from kvswap_torch.preset import find
+from kvswap_torch.preset import find, presets
 
 if TYPE_CHECKING:
     from kvswap_torch import KVSwapCache
 
 FULL = "full"
+ALL = "all"
 HEADS = "heads"  # a setting of presets that need a heads file: where it is
 KINDS = ("tokens", "bytes")
 
@@ -70,6 +72,18 @@ class Budget:
             return cls(text, kind, parse_bytes(value, "--budget"))
         except ValueError as error:
             raise wrong from error
+
+    @classmethod
+    def parse_all(cls, texts: Sequence[str]) -> list[Budget]:
+        """Each once; a text may have several, with commas between.
+
+        Raises
+        ------
+        ConfigError
+            One is none.
+        """
+        names = (name for text in texts for name in text.replace(" ", "").split(","))
+        return [cls.parse(name) for name in dict.fromkeys(names)]
 
     def in_bytes(self, full: int) -> int:
         """Of a full cache of so many bytes."""
@@ -116,6 +130,22 @@ class Method:
             return cls(name, None, _plug_in(first), settings)
         find(first)
         return cls(name, first, None, settings)
+
+    @classmethod
+    def parse_all(cls, text: str) -> list[Method]:
+        """Names with commas between, each once; ``all``: every preset that needs no file.
+
+        Raises
+        ------
+        ConfigError
+            There is no name, or `parse` refuses one.
+        """
+        every = [preset.name for preset in presets() if not preset.needs]
+        names = [name for name in text.replace(" ", "").split(",") if name]
+        if not names:
+            raise ConfigError("--methods: must have a name at least, got none; see kvswap presets")
+        known = dict.fromkeys(each for name in names for each in (every if name == ALL else [name]))
+        return [cls.parse(name) for name in known]
 
     def fitted(self, budget: Budget, size: Bytes) -> FittedPreset | None:
         """Its settings in a budget; None: the cache itself divides the bytes.

@@ -50,6 +50,11 @@ def summary(runs: Sequence[Run], others: Sequence[Run] | None) -> dict[str, Any]
     for name in ANSWER:
         told[name] = bootstrap(answers(runs, name))
         told[f"{name}_difference"] = difference(name)
+    told["tasks"] = {
+        task: bootstrap([_of_task(run, task) for run in runs])
+        for task in dict.fromkeys(a.get("task") for run in runs for a in run["answers"])
+        if task
+    }
     for name in ("memory_bytes", "bytes_read_per_token", "ms_per_token"):
         known = [run[name] for run in runs if run.get(name) is not None]
         told[name] = round(sum(known) / len(known), 3) if known else None
@@ -58,6 +63,11 @@ def summary(runs: Sequence[Run], others: Sequence[Run] | None) -> dict[str, Any]
         None if told["memory_bytes"] is None or not full else round(told["memory_bytes"] / full, 5)
     )
     return told
+
+
+def _of_task(run: Run, task: str) -> list[float]:
+    """Accuracies of the answers to this task's questions."""
+    return [float(answer["accuracy"]) for answer in run["answers"] if answer.get("task") == task]
 
 
 def label(method: dict[str, Any]) -> str:

@@ -17,15 +17,14 @@ from typer.testing import CliRunner
 from kvswap_torch import SwapConfig, presets
 from kvswap_torch.cli.app import app
 from kvswap_torch.cli.compare import cost_lines, smaller_settings
-from kvswap_torch.cli.prompt import make_prompt
+from kvswap_torch.cli.prompt import Prompt, make_prompt
 from kvswap_torch.compare import asking, results
 from kvswap_torch.compare import budget as compare_budget
 from kvswap_torch.compare.asking import Way, judge
 from kvswap_torch.compare.comparison import Comparison
-from kvswap_torch.compare.data import Question, Questions
+from kvswap_torch.compare.data import Document, Question, Questions
 from kvswap_torch.compare.journal import Journal
 from kvswap_torch.compare.method import Budget, Method, with_tokens
-from kvswap_torch.compare.plot import draw, points
 from kvswap_torch.config.nested import settings_of
 from kvswap_torch.errors import BudgetError, ConfigError
 from kvswap_torch.keep import drops
@@ -129,6 +128,18 @@ def test_budgets(text, kind, value) -> None:
     assert Budget.parse(text) == Budget(text, kind, value)
 
 
+def test_several_budgets_and_all_methods_are_named_at_once() -> None:
+    budgets = Budget.parse_all(["tokens:64, bytes:1/13", "tokens:64"])
+    assert [budget.text for budget in budgets] == ["tokens:64", "bytes:1/13"]
+    with pytest.raises(ConfigError, match="--budget: must be"):
+        Budget.parse_all(["tokens:64,"])
+    every = [preset.name for preset in presets() if not preset.needs]
+    asked = Method.parse_all("quest:selection.group_tokens=32, all,quest")
+    assert [each.name for each in asked] == ["quest:selection.group_tokens=32", *every]
+    assert {preset.name for preset in presets()} - set(every) == {"compresskv"}
+    assert [each.name for each in Method.parse_all("h2o,h2o")] == ["h2o"]
+
+
 @pytest.mark.parametrize("text", ["64", "tokens:", "tokens:0", "bytes:2/1", "bytes:1/0", "b:1"])
 def test_what_is_no_budget(text) -> None:
     with pytest.raises(ConfigError, match=f"--budget: must be tokens:N.*got '{text}'"):
@@ -205,6 +216,34 @@ def comparison(data: Questions, tmp_path: Path, methods: str, *budgets: str, **c
 
 def by_name(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {results.label(method): method for method in found["methods"]}
+
+
+class Letters:
+    """A tokenizer whose tokens are the characters' numbers."""
+
+    eos_token_id = None
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(each) for each in text]}
+
+
+@pytest.mark.parametrize(
+    ("is_chat", "prefix", "asked", "answer"),
+    [
+        (True, "", "q=", "7"),
+        (True, "It is", "q=It is", " 7"),
+        (True, "It is ", "q=It is ", "7"),
+        (False, "", "q=", " 7"),
+        (False, "It is", "q= It is", " 7"),
+        (False, "\nIt is\n", "q=\nIt is\n", "7"),
+    ],
+)
+def test_an_answer_follows_what_is_begun_for_it_after_a_space(is_chat, prefix, asked, answer):
+    document = Document(0, "d", (Question("q", ("7",), prefix=prefix),))
+    prompt = Prompt("", "{question}=", "{question}=", special_tokens=not is_chat)
+    found = asking.encoded(document, Letters(), prompt, NEW_TOKENS)
+    told = ["".join(map(chr, ids)) for ids in (found.asked[0].ids, found.asked[0].answer)]
+    assert told == [asked, answer]
 
 
 @needs_native
@@ -426,21 +465,6 @@ def test_a_file_that_is_none_is_refused(text, told, tmp_path) -> None:
         results.read(path)
 
 
-def test_the_plot_has_each_method_with_its_interval() -> None:
-    full = made_up("full", [[1, 1], [1]], 1 << 20)
-    found = results.summarised(file_of(full, made_up("a<b", [[0, 1], [0]], 1 << 18)))
-    text = draw(found)
-    assert text == draw(found)
-    drawn = ElementTree.fromstring(text)
-    named = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert "a<b" in named and "full" in named and "accuracy (higher is better)" in named
-    circles = list(drawn.iter("{http://www.w3.org/2000/svg}circle"))
-    assert len(circles) == 2 * len(points(found)) == 4
-    heights = [float(each.get("cy")) for each in circles]
-    assert heights[0] < heights[2]  # the better one stands above
-    assert "nan" not in draw(file_of())
-
-
 @needs_native
 def test_the_command_writes_table_plot_and_results_and_says_first_what_it_costs(
     tiny_model_dir, tmp_path
@@ -486,6 +510,7 @@ def test_the_command_writes_table_plot_and_results_and_says_first_what_it_costs(
         (["--path", "/nope"], "--path: must be a directory"),
         (["--data", "/nope"], "--data: must be a file of JSON lines"),
         (["--add", "/nope"], "--add: must be results"),
+        (["--tasks", "needle"], "compare: must have either --data or --tasks, got both"),
     ],
 )
 def test_what_can_be_refused_is_refused_before_a_model_is_loaded(changed, told, tmp_path) -> None:
@@ -494,6 +519,21 @@ def test_what_can_be_refused_is_refused_before_a_model_is_loaded(changed, told, 
                str(tmp_path / "o.json"), *changed]  # fmt: skip
     done = CliRunner().invoke(app, command)
     assert isinstance(done.exception, ConfigError) and str(done.exception).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([], "compare: must have either --data or --tasks, got neither"),
+        (["--tasks", "needles"], "--tasks: must be all or among needle, .*got needles"),
+        (["--tasks", ","], "--tasks: must be all or among needle, .*got none"),
+    ],
+)
+def test_tasks_are_refused_before_a_model_is_loaded(given, told, tmp_path) -> None:
+    command = ["compare", "--model", "/no/model", "--out", str(tmp_path / "o.json"), *given]
+    done = CliRunner().invoke(app, command)
+    assert isinstance(done.exception, ConfigError) and re.match(told, str(done.exception))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_page_has_every_field_of_the_results() -> None:
