@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench import machine
+from bench.quality.cost import cost_of, first_cells
 from bench.quality.harness import REFERENCE, Harness, Setting
 from bench.quality.plan import make_plan
 from bench.quality.report import print_summary, summarise, write
@@ -26,10 +27,12 @@ _TEXT = """Which settings find what the full cache finds, at an equal number of 
 
 A document is read once with the full cache; then every question about it is answered,
 teacher-forced, by the full cache and by a cache on disk for each method. Results are appended to a
-journal in build/quality, one line for each document and method. The same command resumes where it
-stopped, and several commands may fill one journal; a change of the weights or of what is asked
-begins a new one. At the end a summary of all that the journal has is written to
-bench/results/quality, and `python -m bench table` puts it into docs/benchmarks.
+journal in build/quality, one line for each document and method. What is left is said before it
+begins, with the time that it takes: by the journal, or by a first document. --dry-run says what the
+journal tells, and ends. The same command resumes where it stopped, and several commands may fill
+one journal; a change of the weights or of what is asked begins a new one. At the end a summary of
+all that the journal has is written to bench/results/quality, and `python -m bench table` puts it
+into docs/benchmarks.
 
 Methods are written FAMILY:SETTING=VALUE,SETTING=VALUE and separated by spaces. The family product
 is the cache by its defaults; every preset is a family of its own. Settings: memory (share of the
@@ -65,6 +68,7 @@ def main(
     seed: Annotated[int, typer.Option(help="of documents, facts and questions")] = 0,
     folder: Annotated[Path, typer.Option(help="for journals")] = Path("build/quality"),
     out: Annotated[str, typer.Option(help="name, or absolute path; none: write nothing")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say the cost, and end")] = False,
 ) -> None:
     console = Console(width=140)
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
@@ -75,6 +79,14 @@ def main(
         numbers = (_numbers("lengths", lengths), _numbers("documents", documents))
         plan = make_plan(*numbers, methods.split())
         console.print(f"journal: {harness.journal.path}")
+        cost = cost_of(plan, harness.journal)
+        console.print(cost.line(), highlight=False, soft_wrap=True)
+        if dry_run:
+            return
+        if cost.seconds is None:
+            harness.run(first_cells(plan))
+            rest = cost_of(plan, harness.journal).line()
+            console.print(rest, highlight=False, soft_wrap=True)
         _run(harness, plan, console)
         summary = summarise(harness)
     except (OSError, ValueError, KVSwapError) as error:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from bench import machine
 from bench.quality import report
 from bench.quality.__main__ import main as quality_main
+from bench.quality.cost import cost_of, first_cells, seconds_of
 from bench.quality.document import Sample
 from bench.quality.harness import REFERENCE, Harness, Setting
 from bench.quality.methods import parse, product_settings
@@ -149,6 +150,50 @@ def test_a_short_run_is_resumed_and_summarised(tmp_path, monkeypatch):
     assert json.loads(report.write("made_up", summary).read_text())["model"] == "reference_model"
 
 
+def journal_of(path, *lines):
+    journal = Journal(path)
+    for length, document, method, seconds in lines:
+        journal.add({"length": length, "document": document, "method": method} | seconds)
+    return journal
+
+
+def test_the_cost_is_of_what_is_missing_by_the_seconds_of_what_is_there(tmp_path):
+    plan = make_plan([1000, 2000], [2], ["snapkv:memory=1/2", "h2o:memory=1/2"])
+    nothing = cost_of(plan, Journal(tmp_path / "none.jsonl"))
+    assert (nothing.cells, nothing.left, nothing.documents) == (12, 12, 4)
+    assert nothing.seconds is None and "known after the first" in nothing.line()
+    wall = {"seconds": 10.0, "cpu_seconds": 19.0}
+    begun = [(1000, 0, "full", wall), (1000, 0, "snapkv:memory=1/2", {"cpu_seconds": 30.0})]
+    half = cost_of(plan, journal_of(tmp_path / "half.jsonl", *begun))
+    # 1,000 tokens: h2o as snapkv, after the full cache; a whole document. Twice as much for 2,000.
+    assert half.seconds == (10 + 30) + (10 + 30 + 30) + 2 * 2 * (10 + 30 + 30)
+    assert half.line() == (
+        "12 cells (a document read by a method), 2 done; to come: 10 cells of 4 documents, "
+        "about 6 minutes"
+    )
+    short = make_plan([1000], [1], ["snapkv:memory=1/2"])
+    done = cost_of(short, Journal(tmp_path / "half.jsonl"))
+    assert (done.left, done.seconds) == (0, 0.0) and done.line().endswith("nothing is left")
+    one = first_cells(plan)
+    assert [(s.length, s.documents, s.methods) for s in one] == [
+        (1000, 1, ("full", "snapkv:memory=1/2"))
+    ]
+
+
+def test_a_cells_seconds_are_those_of_its_method_and_of_the_nearest_length():
+    lines = [
+        {"method": method, "length": length, "seconds": seconds, "cpu_seconds": 99.0}
+        for method, length, seconds in (
+            ("full", 1000, 1.0), ("a", 1000, 2.0), ("a", 1000, 4.0), ("a", 8000, 40.0)
+        )
+    ]  # fmt: skip
+    assert seconds_of(lines, 1000, "a") == 3.0
+    assert seconds_of(lines, 6000, "a") == 30.0
+    assert seconds_of(lines, 8000, "b") == 40.0, "as others take"
+    assert seconds_of(lines, 2000, "full") == 2.0
+    assert seconds_of(lines[1:], 1000, "full") is None and seconds_of(lines[:1], 1000, "a") is None
+
+
 @needs_native
 @pytest.mark.parametrize("suffix", ["", ".json"])
 def test_results_are_written_where_an_absolute_path_says(suffix, tmp_path):
@@ -158,8 +203,12 @@ def test_results_are_written_where_an_absolute_path_says(suffix, tmp_path):
     arguments += ["--folder", str(tmp_path / "journals"), "--out", f"{out}{suffix}"]
     app = typer.Typer()
     app.command()(quality_main)
+    tried = CliRunner().invoke(app, [*arguments, "--dry-run"])
+    assert tried.exit_code == 0 and "1 cells" in tried.output and not out.parent.exists()
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
+    told = done.output.index("known after the first"), done.output.index("nothing is left")
+    assert told[0] < told[1] < done.output.index("tokens, 1 documents")
     written = out.with_suffix(".json")
     assert list(json.loads(written.read_text())["lengths"]) == ["512"]
     assert f"wrote {written}" in done.output
