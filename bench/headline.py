@@ -109,7 +109,7 @@ def lines(results: Path = RESULTS) -> Iterator[Line]:
 
 def real_lines(speed: Result, quality: dict[str, Result], length: str) -> Iterator[Line]:
     """Of a real model, at each share of the full cache's memory: the defaults, then tuned ones."""
-    timed = speed["methods"]
+    timed = {name: told for name, told in speed["methods"].items() if "ms" in told}
     for name, told in timed.items():
         if _is_default(name):
             method = quality.get(name)

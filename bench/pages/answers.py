@@ -108,7 +108,7 @@ def _times(timed: list[Result], length: int, name: str, method: Result) -> tuple
     """A time counts only if it was measured with the very same settings."""
     for result in timed:
         told = result["methods"].get(name)
-        if told is None or abs(result["tokens"] - length) > NEAR_TOKENS:
+        if told is None or "ms" not in told or abs(result["tokens"] - length) > NEAR_TOKENS:
             continue
         full = f"{result['methods'][FULL]['ms']:.1f}"
         if name == FULL:

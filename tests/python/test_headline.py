@@ -103,6 +103,12 @@ def test_the_faster_of_two_full_caches_is_the_one_to_beat() -> None:
     assert line.faster == "StaticCache (35.0)" and tuned.faster == "nothing"
 
 
+def test_what_did_not_fit_has_no_line() -> None:
+    speed = copy.deepcopy(SPEED)
+    speed["methods"]["product:memory=1/500"] = {"impossible": "must be at least"}
+    assert len(list(headline.real_lines(speed, QUALITY, "4096"))) == 1
+
+
 def test_a_line_without_prefetch_says_so() -> None:
     """Results that do not say how they prefetched are older than the prefetch."""
     for mode in ("off", None):
