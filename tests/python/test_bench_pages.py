@@ -152,7 +152,8 @@ def test_the_homes_numbers_are_of_the_configuration_that_their_line_names():
     assert memory.endswith("| defaults, reference model, 32,768 tokens, batch 1 |")
     assert kept.startswith("| **0.94** |") and "0.90 to 1.00" in kept and "174 questions" in kept
     times = {"static": 70.0, "dynamic": 90.0, "default": 46.25, "kvswap": 20.0}
-    rows = {name: {"ms": ms, "kv_memory_bytes": 1 << 20} for name, ms in times.items()}
+    told = {"kv_memory_bytes": 1 << 20, "config": {"prefetch": "verify"}}
+    rows = {name: {"ms": ms, **told} for name, ms in times.items()}
     cell = {"shape": "1b", "layers": 4, "context": 32768, "batch": 1, "kv_bytes_full": 13 << 20}
     cell |= {"choices": "random", "device": "local disk", "contenders": rows}
     row = home.time_row(cell)
