@@ -72,6 +72,11 @@ class Shape:
         """The same of all KV heads, in records of one byte a number; at least four tokens."""
         return max(4, self._group_filling(self.sides * self.width))
 
+    @property
+    def group_of_half_bytes(self) -> int:
+        """The same in records of four bits a number: 8 to 64 tokens, which share a mean."""
+        return min(64, max(8, self._group_filling(max(1, self.sides * self.width // 2))))
+
     def _group_filling(self, token_bytes: int) -> int:
         return -(-((self.alignment_bytes + 1) // 2) // token_bytes)
 

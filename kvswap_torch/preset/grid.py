@@ -149,6 +149,7 @@ _FIXED_BY_PAPER = "its settings are those of a table that it is there to reprodu
 NO_GRIDS: Mapping[str, str] = {
     "kvswap": "`kvswap tune` without --preset is its tuner",
     "kvswap-fp8": "`kvswap tune --records fp8` searches it",
+    "kvswap-int4": "`kvswap tune --records int4` searches it",
     "kvswap-paper": "`kvswap tune --projection svd_keys --solver greedy` searches as its paper",
     "exact": "it selects nothing and attends everything",
     "infinigen-star": _FIXED_BY_PAPER,

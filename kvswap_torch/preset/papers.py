@@ -16,6 +16,7 @@ PAPERS = {
     "FlexGen": "https://proceedings.mlr.press/v202/sheng23a.html",
     "H2O": "https://arxiv.org/abs/2306.14048",
     "InfiniGen": "https://arxiv.org/abs/2406.19707",
+    "KIVI": "https://arxiv.org/abs/2402.02750",
     "KVSwap": "https://arxiv.org/abs/2511.11907",
     "Loki": "https://arxiv.org/abs/2406.02542",
     "Quest": "https://arxiv.org/abs/2406.10774",

@@ -110,6 +110,28 @@ PRESETS = (
         divides=True,
     ),
     Preset(
+        "kvswap-int4",
+        "KVSwap, KIVI",
+        "As kvswap with the fewest bytes on disk and read: records of four bits.",
+        "Where answers must be the full cache's own; in small budgets: pages are not smaller.",
+        {
+            "selection.score": "mass_sum",
+            "summary.rank": lambda shape: min(32, shape.width),
+            "storage.kv_dtype": "int4",
+            "selection.group_tokens": lambda shape: shape.group_of_half_bytes,
+            "selection.top_k_groups": lambda shape: -(-400 // shape.group_of_half_bytes),
+            "memory.pages_per_layer": lambda shape: max(16, -(-800 // shape.group_of_half_bytes)),
+        },
+        "as kvswap",
+        (
+            "those of kvswap",
+            "K and V are rounded to four bits: each row rotated, K as the mean of its group and "
+            "the difference to it; KIVI has a scale for each channel of 32 tokens",
+            "heads must be a multiple of 16 numbers wide",
+        ),
+        divides=True,
+    ),
+    Preset(
         "kvswap-paper",
         "KVSwap",
         "To compare with the published form.",

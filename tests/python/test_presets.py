@@ -16,6 +16,7 @@ from kvswap_torch import ConfigError, KVSwapCache, ModelIdentity, SwapConfig
 from kvswap_torch.cli.app import app
 from kvswap_torch.cli.presets import memory_of
 from kvswap_torch.compare.budget import selected_tokens
+from kvswap_torch.int4_rows import int4_head_bytes
 from kvswap_torch.preset import MISSING, NO_PRESETS, find
 from kvswap_torch.preset.definition import Shape
 from tests.python.test_presets_generate import given_of, model_of, small
@@ -329,16 +330,33 @@ def test_the_command_line_refuses_a_preset_beside_what_it_says(tmp_path):
             CliRunner().invoke(app, [*start, *more], catch_exceptions=False)
 
 
-def test_fp8_records_divide_a_budget_as_the_default_does(tmp_path):
+def test_rounded_records_divide_a_budget_as_the_default_does(tmp_path):
     model = tiny_model("llama", max_position_embeddings=16384)
     limits = {"kv_memory_bytes": 1_600_000, "max_context": 8192, "max_batch": 1}
     chosen = []
-    for name in ("kvswap", "kvswap-fp8"):
+    for name in ("kvswap", "kvswap-fp8", "kvswap-int4"):
         with KVSwapCache(model, tmp_path, preset=name, **limits) as cache:
             chosen.append(cache.driver.config)
-    assert [each.records for each in chosen] == ["model", "fp8"]
-    assert chosen[1].summary_dtype == chosen[0].summary_dtype != SwapConfig().summary_dtype
-    assert chosen[1].rank == chosen[0].rank == 16
+    assert [each.records for each in chosen] == ["model", "fp8", "int4"]
+    for each in chosen[1:]:
+        assert each.summary_dtype == chosen[0].summary_dtype != SwapConfig().summary_dtype
+        assert each.rank == chosen[0].rank == 16
+
+
+def test_four_bits_have_groups_whose_records_fill_half_a_block(tmp_path):
+    """Of shapes and disks: the engine refuses smaller ones."""
+    for kv_heads, head_dim in ((8, 128), (3, 64), (2, 16)):
+        for alignment in (512, 4096):
+            shape = Shape(kv_heads=kv_heads, head_dim=head_dim, alignment_bytes=alignment)
+            group = SwapConfig.preset("kvswap-int4", shape=shape).group_tokens
+            assert group >= 8 and 2 * kv_heads * int4_head_bytes(group, head_dim) >= alignment
+    assert SwapConfig.preset("kvswap-int4").group_tokens == 8
+    model = tiny_model("llama", head_dim=24)
+    with (
+        pytest.raises(ValueError, match="int4 head_dim must be a multiple of 16, got 24"),
+        KVSwapCache(model, tmp_path, preset="kvswap-int4") as cache,
+    ):
+        greedy(model, prompt(1, 60), cache, tokens=2)
 
 
 @pytest.mark.parametrize("name", [each.name for each in kvswap_torch.presets() if each.smaller])

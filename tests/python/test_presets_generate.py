@@ -1,8 +1,9 @@
 """Every preset through stock ``generate()``, in each way that it is called.
 
-Where the budget covers the context the tokens are the full cache's; with records of e4m3 those of a
-full cache that is rounded as its groups leave the tail. `make presets-matrix` runs all; `make test`
-each preset on two models, and what minds a model most on all.
+Where the budget covers the context the tokens are the full cache's; with records of e4m3 or of four
+bits those of a full cache that is rounded as its groups leave the tail. `make presets-matrix` runs
+all, and test_presets_kept.py; `make test` each preset on two models, and what minds a model most on
+all.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ GQA = {1: (4, 4), 2: (4, 2), 3: (6, 2), 8: (8, 1)}  # query heads of a KV head
 # Groups as small as prompts of tiny models need; nothing else of a preset changes.
 FEW = {"group_tokens": 4, "tail_tokens": 4, "sink_tokens": 2, "io_mode": "buffered"}
 PADDED = prompt(3, 21, padding=(0, 7, 3))
+# Presets whose records are rounded -> KV heads -> tokens of the smallest group whose record fills
+# half of what a disk reads at once, where 4 do not.
+ROUNDED = {"kvswap-fp8": {1: 8}, "kvswap-int4": {1: 16, 2: 8}}
 BEAMS = {"num_beams": 3, "num_return_sequences": 2, "tokens": 6}
 
 
@@ -65,8 +69,9 @@ def small(name: str, model, groups: int, **changes) -> SwapConfig:
         head_dim=config.head_dim,
     )
     budget = {"groups_max": groups, "pages_max": max(8, 2 * groups)}
-    if name == "kvswap-fp8" and config.num_key_value_heads == 1:
-        changes["group_tokens"] = 8  # fewer fill no half of what a disk reads at once
+    fewest = ROUNDED.get(name, {}).get(config.num_key_value_heads)
+    if fewest is not None:
+        changes = {"group_tokens": fewest} | changes
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * identity.layers
     on_disk = kinds.count("full_attention")
     changes = given_of(find(name), on_disk, config.num_attention_heads) | changes
@@ -127,7 +132,7 @@ def answers_of(model, cache) -> list[torch.Tensor]:
         (name, ratio)
         for name in NAMES
         for number, ratio in ((0, 1), (None, 2), (1, 3), (2, 8))
-        if (number is None or short(name, number)) and name != "kvswap-fp8"
+        if (number is None or short(name, number)) and name not in ROUNDED
     ],
 )
 def test_what_the_budget_covers_is_the_full_caches(name, ratio, tmp_path):
@@ -138,9 +143,10 @@ def test_what_the_budget_covers_is_the_full_caches(name, ratio, tmp_path):
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 3, 8] if ALL else [2])
-def test_rounded_records_are_the_rounded_full_caches(ratio, tmp_path):
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rounded_records_are_the_rounded_full_caches(name, ratio, tmp_path):
     model = model_of(ratio)
-    config = small("kvswap-fp8", model, 200, sink_tokens=0)
+    config = small(name, model, 200, sink_tokens=0)
     with KVSwapCache(model, tmp_path, config) as cache:
         ours = greedy(model, PADDED, cache, tokens=30)
         assert torch.equal(ours, greedy(model, PADDED, RoundedCache(model, config), tokens=30))
@@ -162,24 +168,26 @@ def test_rounded_records_are_the_rounded_full_caches(ratio, tmp_path):
     ],
 )
 def test_what_a_small_budget_holds_decodes_in_every_way(name, ratio, tmp_path):
-    """With 4 groups of 4 tokens: padding, a crop and another order of sequences run."""
+    """With 4 groups of 15: padding, a crop and another order of sequences run."""
     model = model_of(ratio)
-    inputs = prompt(3, 60, padding=(0, 7, 3))
-    with KVSwapCache(model, tmp_path, small(name, model, 4)) as cache:
+    config = small(name, model, 4)
+    tokens = 15 * config.group_tokens
+    inputs = prompt(3, tokens, padding=(0, 7, 3))
+    with KVSwapCache(model, tmp_path, config) as cache:
         greedy(model, inputs, cache, tokens=6)
         stats = cache.stats()
         drops_unread = cache.driver.config.keeper == "newest"
         assert (stats.bytes_read > 0 or drops_unread) and stats.decoded == 15
         cache.crop(-9)
         cache.reorder_cache(torch.tensor([0, 2, 1]))
-        mask = inputs["attention_mask"][[0, 2, 1]][:, :57]
+        mask = inputs["attention_mask"][[0, 2, 1]][:, : tokens - 3]
         with torch.no_grad():
             ids = prompt(3, 1)["input_ids"]
             logits = model(ids, attention_mask=mask, past_key_values=cache).logits
-        assert logits.isfinite().all() and cache.get_seq_length() == 57
+        assert logits.isfinite().all() and cache.get_seq_length() == tokens - 3
         cache.reset()
-        out = greedy(model, prompt(1, 60), cache, tokens=6, assistant_model=assistant())
-        assert out.shape == (1, 66)
+        out = greedy(model, prompt(1, tokens), cache, tokens=6, assistant_model=assistant())
+        assert out.shape == (1, tokens + 6)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if short(name, 2)])
@@ -188,7 +196,7 @@ def test_bf16_and_hybrids(name, tmp_path):
     inputs = prompt(2, 24, padding=(0, 9))
     logits = []
     config = small(name, half, 200)
-    rounded = RoundedCache(half, config) if config.records == "fp8" else None
+    rounded = RoundedCache(half, config) if name in ROUNDED else None
     with torch.no_grad(), KVSwapCache(half, tmp_path, config) as cache:
         for each in (cache, rounded or DynamicCache(config=half.config)):
             half(**inputs, past_key_values=each)

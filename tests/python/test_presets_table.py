@@ -61,7 +61,7 @@ def test_columns_of_a_preset_are_lowered_where_they_do_not_fit_alone():
     with pytest.raises(BudgetError, match="kv_memory_bytes"):
         Product.named("loki", asked | {"memory": "1/400"}, size)
     # These divide a budget themselves, as the cache does that is given one.
-    for name in ("kvswap", "kvswap-fp8"):
+    for name in ("kvswap", "kvswap-fp8", "kvswap-int4"):
         divided = Product.named(name, asked | {"preset": name}, size)
         assert (divided.config, divided.preset) == (None, name)
 
@@ -86,7 +86,7 @@ def test_the_cache_has_the_settings_that_were_found_for_its_budget(preset, tmp_p
             assert has.retention == wanted.retention and has.clusters == wanted.clusters
             assert has.memory == wanted.memory
         opened += 1
-    assert opened > 0 or preset in ("kvswap", "kvswap-fp8")
+    assert opened > 0 or preset in ("kvswap", "kvswap-fp8", "kvswap-int4")
 
 
 def run(methods: dict, documents: int = 1, **changed) -> dict:

@@ -192,6 +192,25 @@ def test_the_papers_svd_can_be_what_is_written(model, tmp_path):
         run(model, tmp_path, options=dataclasses.replace(OPTIONS, projection="pca"))
 
 
+def test_records_of_four_bits_are_tuned_for_and_tried_beside_others(model, tmp_path):
+    """Bytes of a record are those that the cache reads; `all` says what each format would give."""
+    options = dataclasses.replace(OPTIONS, records="int4")
+    result = run(model, tmp_path, options=options)
+    assert {each.chosen.setting.records for each in result.solved} == {"int4"}
+    config = result.save(tmp_path / "config.json")
+    assert config.storage.kv_dtype == "int4"
+    with KVSwapCache(model, path=tmp_path, config=tmp_path / "config.json") as cache:
+        assert greedy(model, prompt(1, 200), cache, tokens=4).shape == (1, 204)
+        assert cache.driver.config.storage.kv_dtype == "int4"
+    found = run(model, tmp_path, options=dataclasses.replace(OPTIONS, records="all"))
+    console = Console(record=True, width=200, file=io.StringIO())
+    print_result(found, console)
+    told = re.findall(r"^records (\w+), batch", console.export_text(), re.MULTILINE)
+    assert told == ["model", "fp8", "int4"]
+    with pytest.raises(ConfigError, match="records must be one of model, fp8, int4, both, all"):
+        run(model, tmp_path, options=dataclasses.replace(OPTIONS, records="q4"))
+
+
 def test_another_limit_measures_nothing(tuned, model):
     result, folder = tuned
     told = []
