@@ -181,8 +181,9 @@ saved-models: build  ## every model's cache saved and opened in another process;
 	  tests/python/test_saving_kills.py
 
 .PHONY: presets-matrix
-presets-matrix: build  ## every preset through generate(), on every kind of model
-	KVSWAP_TEST_ALL_PRESETS=1 $(PY) -m pytest -q tests/python/test_presets_generate.py
+presets-matrix: build  ## every preset through generate(), saved, forked and served
+	KVSWAP_TEST_ALL_PRESETS=1 $(PY) -m pytest -q tests/python/test_presets_generate.py \
+	  tests/python/test_presets_kept.py
 
 SOAK_SECONDS ?= 3600
 soak: build  ## random caches, lengths and faults in one process, SOAK_SECONDS=3600

@@ -13,13 +13,14 @@ from typing import Any
 
 from kvswap_torch.config import v1
 from kvswap_torch.config.engine import WORDS, default_of, flat_settings
-from kvswap_torch.config.nested import BLOCKS, default_score
+from kvswap_torch.config.nested import BLOCKS, default_score, settings_of
 from kvswap_torch.config.solution import Solution, solution_from
 from kvswap_torch.errors import ConfigError
 
 __all__ = ["install", "is_old"]
 
 _PATHS = v1.PATHS | {"table": "solutions"}
+_OF_VERSION_1 = frozenset(v1.PATHS.values())
 
 
 def install(kind: type) -> None:
@@ -94,7 +95,13 @@ def _blocks(bare: Any, old: Mapping[str, Any]) -> dict[str, Any]:
     if "score" not in given and bare.selection.score == default_score(bare.summary.kind):
         kind = v1.VALUES["rows"][given.get("rows", had["rows"])]
         had["score"] = WORDS["score"][default_score(kind)]
-    return vars(v1.blocks_of(had | given))
+    made = v1.blocks_of(had | given)
+    for path, value in settings_of(bare).items():
+        block, _, field = path.partition(".")
+        has = hasattr(getattr(made, block, None), field)
+        if has and path not in _OF_VERSION_1:  # it has no old name, and stays as it is
+            setattr(made, block, dataclasses.replace(getattr(made, block), **{field: value}))
+    return vars(made)
 
 
 def _is_later_word(name: str, value: Any) -> bool:

@@ -7,10 +7,11 @@ import warnings
 
 import pytest
 
-from kvswap_torch import ConfigError, Solution, SwapConfig
-from kvswap_torch.config import ARKV, Clusters, CompressKV, Memory, Selection, SnapKV, Summary
+from kvswap_torch import ConfigError, Solution, SwapConfig, presets
+from kvswap_torch.config import ARKV, H2O, Clusters, CompressKV, Memory, Selection, SnapKV, Summary
 from kvswap_torch.config.engine import flat_settings
 from kvswap_torch.config.v1 import PATHS
+from kvswap_torch.preset.definition import Shape
 
 
 def test_keyword_arguments_become_blocks() -> None:
@@ -107,3 +108,15 @@ def test_a_preset_takes_them_too() -> None:
         "quest", {"selection.top_k_groups": 500}
     )
     assert SwapConfig.preset("quest", groups_max=500).memory.pages_per_layer == 500
+
+
+def test_a_setting_without_an_old_name_stays_where_others_change_by_theirs() -> None:
+    """Of every preset; a policy that does not have it takes nothing of it."""
+    for preset in presets():
+        given = preset.shown(Shape())
+        config = SwapConfig.preset(preset.name, given)
+        sinks = config.selection.sink_tokens
+        assert SwapConfig.preset(preset.name, given | {"sink_tokens": sinks}) == config
+    prkv = SwapConfig.preset("prkv", keep_window=16, tail_tokens=16)
+    assert prkv.retention.exclude_from_summary and prkv.retention.window_size == 16
+    assert dataclasses.replace(prkv, keeper="heavy", keep_pool=5).retention == H2O(256, 16, 128)
