@@ -12,9 +12,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvswap_torch import BudgetError, ConfigError, SwapConfig
+from kvswap_torch import BudgetError, ConfigError, SwapConfig, presets
 from kvswap_torch.config.solution import Solution
 from kvswap_torch.hf.settings import Budget, FirstPass, default_config, settle
+from kvswap_torch.preset import find
 from kvswap_torch.preset.definition import Shape
 from kvswap_torch.sizing import (
     ModelShape,
@@ -453,6 +454,41 @@ def test_retained_tokens_take_their_own_bytes(name, element_bytes):
     kept = native_need(config, shape, 4352, 1)["kept"]
     own = shape.kv_bytes(config.retention.tokens)
     assert own <= kept <= 1.1 * own
+
+
+RETAINING = [each.name for each in presets() if "retention.tokens" in each.settings]
+SMOLLM2 = {"layers": 30, "kv_heads": 3, "head_dim": 64, "element_bytes": 2}
+LLAMA_8B = {"layers": 32, "kv_heads": 8, "head_dim": 128, "element_bytes": 2}
+MASS_UNIT = 1024  # csrc/methods/retention/retained_tokens.h
+
+
+@pytest.mark.parametrize("sizes", [SMOLLM2, LLAMA_8B], ids=["SmolLM2", "Llama 8B"])
+@pytest.mark.parametrize("name", RETAINING)
+def test_a_retained_token_more_takes_at_most_a_tenth_more_than_it_is(name, sizes):
+    """Apart from what does not grow with them: queries of a window, sums, one page begun."""
+    heads = 3 * sizes["kv_heads"] if sizes is SMOLLM2 else 32
+    shape = ModelShape(heads=heads, **sizes)
+    needs = {
+        "retention.scoring_heads": tuple(heads * layer for layer in range(shape.layers)),
+        "retention.layer_weights": (1.0,) * shape.layers,
+    }
+    said = {path: needs[path] for path in find(name).needs}
+    config = SwapConfig.preset(name, said, shape=Shape(**sizes))
+    tokens = config.retention.tokens
+    kept, twice = (
+        native_need(config.with_settings({"retention.tokens": n * tokens}), shape, 4352, 1)["kept"]
+        for n in (1, 2)
+    )
+    own, state = shape.kv_bytes(tokens), 2 * kept - twice
+    # Positions of three times as many tokens as layers have on average, and their order.
+    most = 1.16 if name == "cake" else 1.1
+    assert own <= twice - kept <= most * own
+    policy = config.retention
+    window = getattr(policy, "window_size", 0) * heads * (shape.head_dim * 2 + 4)
+    apart = shape.kv_heads if config.selection.heads == "per_head" else 1
+    sums = 4 * apart * (MASS_UNIT + config.selection.recent_tokens)
+    page = shape.kv_bytes(config.selection.group_tokens)
+    assert 0 <= state <= shape.layers * (window + sums) + 2 * page
 
 
 @given(share=st.integers(2, 40))
