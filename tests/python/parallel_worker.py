@@ -25,6 +25,7 @@ from transformers.distributed import DistributedConfig
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.hf.driver import Ahead
 from kvswap_torch.hf.lookahead import captured_query
+from tests.python.test_presets_generate import small
 from tests.python.tiny_models import COVERING, TIGHT, greedy, prompt, tiny_model
 
 # Layers and heads that two processes, or two times two, can share.
@@ -162,6 +163,21 @@ def stock(pair: Pair) -> bool:
     return torch.equal(greedy(pair.part, inputs, cache), greedy(pair.whole, inputs))
 
 
+def system(pair: Pair, name: str) -> bool:
+    """A preset: one process's tokens where everything fits, else all ranks' own agree."""
+    inputs = prompt(2, 60, padding=(0, 5))
+    with pair.open(small(name, pair.whole, 200)) as cache:
+        if not torch.equal(greedy(pair.part, inputs, cache), greedy(pair.whole, inputs)):
+            return False
+    with pair.open(small(name, pair.whole, 4)) as cache:
+        tokens = greedy(pair.part, inputs, cache)
+        chose = cache.stats().bytes_read > 0
+    told = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
+    dist.all_gather(told, tokens)
+    return chose and all(torch.equal(each, tokens) for each in told)
+
+
+SYSTEMS = ("kvswap", "dynakv", "arkv", "arkv-quant", "arkv-recall", "prkv", "prkv-auto")
 EQUAL = (plain, padded, beams, chunks, sampling, turns_and_crop, choosing)
 
 
@@ -196,6 +212,7 @@ def equal(tensor: int, pipeline: int, folder: Path) -> dict[str, Any]:
             told["llama predicted_query"] = predicted_query(pair)
             told["stats"] = stats(pair)
             told["stock"] = stock(pair)
+            told |= {f"llama {name}": system(pair, name) for name in SYSTEMS}
     return told
 
 
