@@ -1,4 +1,4 @@
-"""Your own way to choose, in plain torch: four plug-ins to begin from.
+"""Your own way to choose, in plain torch: five plug-ins to begin from.
 
     python -m examples.plug_ins
 
@@ -8,6 +8,7 @@ what the engine keeps to itself: `kvswap_torch.plug_ins`, docs/plug_ins.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -96,6 +97,66 @@ class AskedFromAhead(TokenScores):
 
     def _size(self, batch: int, kv_heads: int, tokens: int) -> tuple[int, ...]:
         return (batch, kv_heads, tokens) if self.shape.heads_apart else (batch, tokens)
+
+
+class DefensiveKV(TokenScores):
+    """Keeps tokens by the most that any of a prompt's newest queries pays them, not by the mean.
+
+    The rule of DefensiveKV (arXiv 2510.13334), after its published code. The newest `window`
+    queries' attention on the tokens before them is averaged over `kernel` neighbours, each query's
+    sum left as it was. A token is worth the largest of it over the window and the query heads of
+    its KV head, and at least the mean over tokens. With `output`, each layer's ``o_proj.weight``
+    ``[hidden, heads * head_dim]``, that is times the norm (the sum of magnitudes) of what its value
+    adds to the layer's output, the mean over query heads, as in CriticalKV. The window's tokens are
+    worth as much as the best.
+
+    Not here: CriticalKV's first stage, in which the most attended tokens stay whatever their norm,
+    until 0.9 of the attention is held; the code's division of norms by their sum over KV heads;
+    and other numbers of tokens for each head or, of Layer-DefensiveKV, for each layer. A prompt is
+    to come in one pass, without padding. Tokens of a pass no longer than the window, decoded ones
+    too, are worth nothing: the newest stay by ``selection.recent_tokens``.
+    """
+
+    def __init__(
+        self, window: int = 32, kernel: int = 5, output: Sequence[torch.Tensor] | None = None
+    ):
+        self._window, self._kernel, self._output = window, kernel, output
+
+    def worth(self, layer, query, keys, values):
+        batch, kv_heads, tokens, _ = keys.shape
+        before = tokens - self._window
+        each = torch.zeros(batch, kv_heads, tokens, device=keys.device)
+        if query is not None and before > 0:
+            most = self._pooled(query, keys).amax((2, 3))
+            floored = most.maximum(most.mean(-1, keepdim=True))
+            if self._output is not None:
+                floored *= self._norms(self._output[layer], values[:, :, :before])
+            best = floored.amax(-1, keepdim=True).expand(-1, -1, self._window)
+            each = torch.cat([floored, best], -1)
+        return Worth(each if self.shape.heads_apart else each.mean(1))
+
+    def _pooled(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """``[batch, kv_heads, query heads of each, window, tokens before it]``."""
+        tokens, window = keys.shape[2], self._window
+        asked = query[:, :, -window:].float().unflatten(1, (keys.shape[1], -1))
+        products = torch.einsum("bhgqd,bhtd->bhgqt", asked, keys.float()) * keys.shape[-1] ** -0.5
+        later = torch.ones_like(products, dtype=torch.bool).triu(tokens - window + 1)
+        weights = products.masked_fill(later, -torch.inf).softmax(-1)
+        weights = weights[..., : tokens - window]
+        pooled = torch.nn.functional.avg_pool1d(
+            weights.flatten(0, 3)[:, None], self._kernel, 1, self._kernel // 2
+        )[:, 0].reshape(weights.shape)
+        sums = [part.sum(-1, keepdim=True) for part in (weights, pooled)]
+        return pooled * sums[0] / sums[1].clamp(min=1e-30)
+
+    def _norms(self, output: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """``[batch, kv_heads, tokens]``: of each value times its query heads' output weights."""
+        of_heads = output.detach().to(values.device).float()
+        of_heads = of_heads.unflatten(1, (values.shape[1], -1, values.shape[-1]))
+        total = values.new_zeros(values.shape[:3], dtype=torch.float32)
+        for head in of_heads.unbind(2):  # [hidden, kv_heads, head_dim]
+            total += torch.einsum("bhtd,ohd->bhto", values.float(), head).abs().sum(-1)
+        return total / of_heads.shape[2]
 
 
 class LazyEviction(TokenScores):

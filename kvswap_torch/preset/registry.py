@@ -356,15 +356,16 @@ PRESETS = (
     *KEEPING,
 )
 
-_MERGED = "tokens that are merged or quantised, not dropped"
-_RULE = "its own rule of who is kept (a plug-in may have it: kvswap_torch.plug_ins.TokenScores)"
+_MERGED = "tokens that are merged, not dropped: new keys and values, where records never change"
 _EXAMPLE = "its own rule of who is kept (a plug-in that has it is {} of examples/plug_ins.py)"
-_QUANTISED = "rows of quantised keys"
+_QUANTISED = "a summary of product-quantised keys (near is summary.dtype=int4)"
 _LOCAL = "a preset of its own (dynakv with clusters.update=local updates its clusters as it does)"
 #: Systems that are known and cannot be had yet: what is missing.
 MISSING = {
     "lazyeviction": _EXAMPLE.format("LazyEviction"),
-    **dict.fromkeys(("defensivekv", "layer-defensivekv"), _RULE),
+    "defensivekv": _EXAMPLE.format("DefensiveKV"),
+    "layer-defensivekv": "one budget over layers and heads by a plug-in's scores (DefensiveKV of "
+    "examples/plug_ins.py has its rule within a layer)",
     "dapq": _EXAMPLE.format("AskedFromAhead"),
     "d2o": _MERGED,
     "kvmerger": _MERGED,
@@ -372,6 +373,7 @@ MISSING = {
     "clusterkv": _LOCAL,
     "pqcache": _QUANTISED,
     "magicpig": "sampling of tokens by hashes (group scores of a user's own choose the best alone)",
+    "retroinfer": "an estimate of what is not fetched, from mean keys and values",
     "fasa": "its own rule of which pairs of rotary channels are dominant (by another rule they are "
     "summary.projection=rope_pairs)",
     "epicache": "a cache for each episode of a conversation, chosen by the question",
@@ -379,10 +381,13 @@ MISSING = {
 #: Systems that are no preset, and why.
 NO_PRESETS = {
     **dict.fromkeys(
-        ("trim-kv", "locret", "lookaheadkv", "attention-gate", "kvzap"),
+        ("trim-kv", "locret", "lookaheadkv", "attention-gate"),
         "it scores tokens by trained weights, which do not come with this package; "
         "LearnedRetention of examples/plug_ins.py takes a user's own",
     ),
+    "kvzap": "it scores hidden states, which a plug-in is not given, by weights that are published "
+    "for models of 8B and 32B; none was at hand to try it",
+    "beyond-accuracy": "it is a measure of what a run costs",
     "make-each-token-count": "it scores tokens by trained weights under one budget for all layers, "
     "and layers have budgets of their own here",
     "agent-memory": 'records of four bits are a setting of any: storage.kv_dtype="int4"',

@@ -10,7 +10,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import DynamicCache
 
-from examples.plug_ins import AskedFromAhead, LearnedRetention, MostSimilarKey, turned
+from examples.plug_ins import (
+    AskedFromAhead,
+    DefensiveKV,
+    LearnedRetention,
+    MostSimilarKey,
+    turned,
+)
 from kvswap_torch import KVSwapCache, ops
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.plug_ins import CacheShape, TokenScores, Worth
@@ -277,6 +283,10 @@ def test_queries_are_turned_as_rope_turns_them() -> None:
     torch.testing.assert_close(moved, (turned(query, 5, 1e4) * key).sum(-1))
 
 
+def outputs_of(model: Any) -> list[torch.Tensor]:
+    return [layer.self_attn.o_proj.weight for layer in model.model.layers]
+
+
 def test_the_examples_generate(tmp_path: Path) -> None:
     model = tiny_model("llama")
     width = (model.config.num_key_value_heads, 2 * model.config.head_dim)
@@ -293,6 +303,7 @@ def test_the_examples_generate(tmp_path: Path) -> None:
         for config, plug_in in (
             (kept, {"token_scores": LearnedRetention(tmp_path / "gates.safetensors")}),
             (kept, {"token_scores": AskedFromAhead(1e4)}),
+            (kept, {"token_scores": DefensiveKV(output=outputs_of(model))}),
             (
                 retaining_by_worth(rows="given", keeper="none", heads=heads),
                 {"group_scores": MostSimilarKey()},
@@ -367,3 +378,75 @@ def test_learned_retention_is_what_its_file_says(heads_apart: bool, tmp_path: Pa
     torch.testing.assert_close(told.now.double(), now, rtol=1e-4, atol=1e-5)
     decay = -torch.log(1 / (1 + torch.exp(-share)))
     torch.testing.assert_close(told.decay.double(), decay, rtol=1e-4, atol=1e-5)
+
+
+def defended(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int, kernel: int, output
+) -> torch.Tensor:
+    """DefensiveKV's rule in double precision, query by query: ``[batch, kv_heads, tokens]``."""
+    tokens, ratio = keys.shape[2], query.shape[1] // keys.shape[1]
+    before = tokens - window
+    most = torch.zeros(*keys.shape[:2], before).double()
+    norms = torch.ones_like(most) if output is None else torch.zeros_like(most)
+    for head in range(query.shape[1]):
+        of = head // ratio
+        for place in range(before, tokens):
+            asked = query[:, head, place].double()[:, None]
+            products = (asked * keys[:, of, : place + 1].double()).sum(-1) / keys.shape[-1] ** 0.5
+            weights = products.softmax(-1)[:, :before]
+            padded = torch.nn.functional.pad(weights, (kernel // 2, kernel // 2))
+            near = padded.unfold(1, kernel, 1).mean(-1)
+            near *= weights.sum(1, keepdim=True) / near.sum(1, keepdim=True)
+            most[:, of] = most[:, of].maximum(near)
+        if output is not None:
+            part = output[:, head * 16 : (head + 1) * 16].double()
+            norms[:, of] += (values[:, of, :before].double() @ part.T).abs().sum(-1) / ratio
+    worth = most.maximum(most.mean(-1, keepdim=True)) * norms
+    return torch.cat([worth, worth.amax(-1, keepdim=True).expand(-1, -1, window)], -1)
+
+
+@pytest.mark.parametrize("heads_apart", [True, False])
+@pytest.mark.parametrize("weighs_values", [True, False])
+def test_the_most_of_any_query_is_defensive_kvs(weighs_values: bool, heads_apart: bool) -> None:
+    query, keys, values = chunk_of(4)
+    output = torch.randn(24, 64, generator=torch.Generator().manual_seed(5))
+    output = output if weighs_values else None
+    plug_in = DefensiveKV(8, 5, None if output is None else [output])
+    plug_in.open(shape_of(heads_apart))
+    told = plug_in.worth(0, query, keys, values)
+    expected = defended(query, keys, values, 8, 5, output)
+    floor = expected[..., :42].amin(-1)
+    assert output is not None or ((expected == floor[..., None]).sum(-1) > 1).all()
+    expected = expected if heads_apart else expected.mean(1)
+    torch.testing.assert_close(told.now.double(), expected, rtol=1e-4, atol=1e-6)
+    assert told.decay is None
+    step = plug_in.worth(0, query[:, :, :1], keys[:, :, :1], values[:, :, :1])
+    assert not step.now.any() and not plug_in.worth(0, None, keys, values).now.any()
+
+
+def test_who_stays_is_defensive_kvs_choice(tmp_path: Path) -> None:
+    """Of one layer and each head: those with most of the rule's worth are attended."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    output, seen = outputs_of(model), []
+
+    class Recorded(DefensiveKV):
+        def worth(self, layer, query, keys, values):
+            if keys.shape[2] > 1:
+                seen.append(defended(query, keys, values, 8, 5, output[0].detach()))
+            return super().worth(layer, query, keys, values)
+
+        def attended(self, layer, weights, notes):
+            received.append(weights[0].clone())
+
+    received: list[torch.Tensor] = []
+    config = retaining_by_worth(heads="each", keep_tokens=6)
+    plug_in = Recorded(8, 5, output)
+    with KVSwapCache(model, tmp_path, config, token_scores=plug_in) as cache, torch.no_grad():
+        model(tokens_of(1, 60), past_key_values=cache)
+        model(tokens_of(1, 1, 3), past_key_values=cache)
+    (worth,) = seen
+    among = torch.arange(SINKS, 60 - TAIL)
+    for head in range(2):
+        best = among[worth[0, head, among].topk(6).indices].tolist()
+        attended = received[0][head].nonzero().flatten().tolist()
+        assert [each for each in attended if SINKS <= each < 60 - TAIL] == sorted(best)
