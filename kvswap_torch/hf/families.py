@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -193,9 +194,9 @@ def model_parts(model: Any, place: torch.device | None = None) -> ModelParts:
     heads = getattr(layer_config, "num_attention_heads", None)
     if heads is None:
         raise unsupported(name, NO_ATTENTION)
-    latent = latent_of(mixers[disk_everywhere[0]])
+    latent = _latent(mixers, disk_everywhere)
     kv_heads = 1 if latent else _kv_heads(layer_config, mixers[disk_everywhere[0]]) or heads
-    placement = placement_of(model, heads, kv_heads, disk_everywhere)
+    placement = placement_of(model, heads, kv_heads, disk_everywhere, latent=latent is not None)
     disk = tuple(i for i in disk_everywhere if placement.has_layer(i))
     attentions = [mixers[i] for i in disk]
     _check_attention(name, decoder, attentions)
@@ -342,6 +343,12 @@ def _index_of(
     return {"index_topk": config.index_topk, "index_width": own * config.index_head_dim}
 
 
+def _latent(mixers: tuple[nn.Module | None, ...], layers: Iterable[int]) -> Latent | None:
+    """Of the first of `layers` that this process has: a stage has not those of others."""
+    found = (latent_of(mixers[i]) for i in layers)
+    return next(filter(None, found), None)
+
+
 def _kv_heads(layer_config: Any, attention: Any) -> int | None:
     """None: one of each query head's own."""
     found = getattr(layer_config, "num_key_value_heads", None)
@@ -358,12 +365,13 @@ def _disk_layers(
     mixers: tuple[nn.Module | None, ...],
 ) -> tuple[int, ...]:
     """Of all processes: those of full attention, and those whose index says what they attend."""
+    has_latents = _latent(mixers, range(len(mixers))) is not None
     found = tuple(
         i
         for i, kind in enumerate(kinds)
         if kind == "full_attention"
         or (kind == "sliding_attention" and layer_kwargs[i]["sliding_window"] in windows)
-        or (kind == "indexed_attention" and latent_of(mixers[i]) is not None)
+        or (kind == "indexed_attention" and has_latents)
     )
     if len({kinds[i] == "indexed_attention" for i in found}) > 1:
         raise unsupported(name, "has layers with an index of what they attend beside such without")
@@ -410,7 +418,7 @@ def _tensors(
 ) -> tuple[torch.dtype, ModelShape]:
     heads, kv_heads = placement.local_heads()
     if latent is not None:
-        dtype = _latent_dtype(name, decoder, attentions, latent, placement)
+        dtype = _latent_dtype(name, decoder, attentions, latent)
         return dtype, ModelShape(
             len(attentions), heads, 1, latent.head_dim, dtype.itemsize, sides=1
         )
@@ -429,11 +437,7 @@ def _tensors(
 
 
 def _latent_dtype(
-    name: str,
-    decoder: PreTrainedModel,
-    attentions: list[nn.Module],
-    latent: Latent,
-    placement: Placement,
+    name: str, decoder: PreTrainedModel, attentions: list[nn.Module], latent: Latent
 ) -> torch.dtype:
     """Of what a model with latent attention caches, if that can be done here."""
     if latent.head_dim % 8 or latent.head_dim > LATENT_DIM_MAX:
@@ -441,12 +445,6 @@ def _latent_dtype(
             name,
             f"caches latents of {latent.rank} numbers and rotated keys of {latent.rotary}; "
             f"together they must be a multiple of 8, at most {LATENT_DIM_MAX}",
-        )
-    if placement.head_ranks > 1:
-        raise unsupported(
-            name,
-            "has multi-head latent attention, whose heads share one latent; they must be of one "
-            "process: load it with tp_size=1 (layers may be split, with pp_size)",
         )
     if _device(name, decoder, attentions).type != "cpu":
         raise unsupported(

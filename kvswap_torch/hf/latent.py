@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from kvswap_torch.half_linear import HalfLinear
 from kvswap_torch.hf.offloaded import devices_of
+from kvswap_torch.hf.placement import local_part
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,10 @@ class Latent:
         return torch.cat((keys, rotated.expand(-1, keys.shape[1], -1, -1)), dim=-1), values
 
     def expansion(self, attention: nn.Module) -> torch.Tensor:
-        """W_UK over W_UV of every head, ``[heads, unrotated + value, rank]``."""
+        """W_UK over W_UV of each head of this process, ``[heads, unrotated + value, rank]``."""
         projection = attention.kv_b_proj
         if _is_plain(projection):
-            weight = projection.weight.detach()
+            weight = local_part(projection.weight)
         else:  # quantised, or with an adapter: what it makes of each unit vector
             unit = torch.eye(self.rank, dtype=_dtype(attention), device=_device(attention))
             weight = projection(unit).detach().T
@@ -123,11 +125,14 @@ def latent_of(attention: Any) -> Latent | None:
 
 
 def _is_plain(projection: nn.Module) -> bool:
+    if type(projection) not in (nn.Linear, HalfLinear):
+        return False
+    # transformers puts a forward of its own there to split heads over processes.
+    is_split = isinstance(projection.weight, DTensor)
     return (
-        type(projection) in (nn.Linear, HalfLinear)
-        and type(projection.weight) is nn.Parameter
+        (is_split or type(projection.weight) is nn.Parameter)
         and projection.weight.is_floating_point()
-        and "forward" not in vars(projection)
+        and (is_split or "forward" not in vars(projection))
         and not projection._forward_hooks
         and not projection._forward_pre_hooks
     )

@@ -24,6 +24,7 @@ from kvswap_torch.half_linear import HalfLinear
 from kvswap_torch.hf import passes
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.offloaded import let_go
+from kvswap_torch.hf.placement import local_part
 from kvswap_torch.native import LIBRARY
 
 FAST_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -271,17 +272,12 @@ def _is_plain(weight: torch.Tensor) -> bool:
     return type(weight) in (nn.Parameter, DTensor) and weight.is_floating_point()
 
 
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    """What this process has of it, where heads are split over several."""
-    return (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
-
-
 def _predictor(attention: nn.Module, parts: ModelParts, summed: bool) -> Any:
     projection, norm = attention.q_proj, getattr(attention, "q_norm", None)
     return torch.classes.kvswap_torch.QueryPredictor(
-        _local(projection.weight),
-        None if projection.bias is None else _local(projection.bias),
-        None if norm is None else _local(norm.weight),
+        local_part(projection.weight),
+        None if projection.bias is None else local_part(projection.bias),
+        None if norm is None else local_part(norm.weight),
         0.0 if norm is None else norm.variance_epsilon,
         parts.shape.heads,
         parts.shape.kv_heads,

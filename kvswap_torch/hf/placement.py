@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from kvswap_torch.config import CAKE, SwapConfig
 from kvswap_torch.config.nested import settings_of
@@ -33,8 +34,9 @@ class Placement:
         Its part of the layers (pipeline parallel), and of how many.
     heads, kv_heads
         Heads of the whole model; of this process: `local_heads`.
-    kv_split
-        Whether the key-value heads are split over the head ranks at all: some plans gather them.
+    heads_split, kv_split
+        Whether the attention heads and the key-value heads are split over the head ranks at all:
+        some plans leave them whole, and a latent is one key-value head, of which each has all.
     first_layer, last_layer
         Its layers, ``[first, last)``, by their numbers in the model.
     """
@@ -47,6 +49,7 @@ class Placement:
     stages: int = 1
     heads: int = 0
     kv_heads: int = 0
+    heads_split: bool = False
     kv_split: bool = False
     first_layer: int = 0
     last_layer: int = 1 << 30
@@ -60,8 +63,8 @@ class Placement:
 
     def local_heads(self) -> tuple[int, int]:
         """Attention heads and key-value heads of this process."""
-        parts = self.head_ranks if self.kv_split else 1
-        return self.heads // parts, self.kv_heads // parts
+        heads = self.heads // (self.head_ranks if self.heads_split else 1)
+        return heads, self.kv_heads // (self.head_ranks if self.kv_split else 1)
 
     def __str__(self) -> str:
         heads = f", heads {self.head_rank + 1} of {self.head_ranks}" if self.head_ranks > 1 else ""
@@ -74,7 +77,9 @@ class Placement:
         return f"rank {self.rank} of {self.world}{heads}{stage}"
 
 
-def placement_of(model: Any, heads: int, kv_heads: int, disk: tuple[int, ...]) -> Placement:
+def placement_of(
+    model: Any, heads: int, kv_heads: int, disk: tuple[int, ...], *, latent: bool = False
+) -> Placement:
     """Where this process stands, from how transformers has split `model`.
 
     Parameters
@@ -85,6 +90,8 @@ def placement_of(model: Any, heads: int, kv_heads: int, disk: tuple[int, ...]) -
         Of the whole model.
     disk
         Numbers of all layers that would go to disk, of all processes.
+    latent
+        Its layers cache latents, which all heads share.
 
     Raises
     ------
@@ -99,7 +106,10 @@ def placement_of(model: Any, heads: int, kv_heads: int, disk: tuple[int, ...]) -
         return Placement(heads=heads, kv_heads=kv_heads)
     name = type(model).__name__
     _refuse_other_splits(name, config)
-    split = _is_kv_split(name, model, config.tp_size, heads, kv_heads)
+    if latent:
+        heads_split, kv_split = _are_latent_heads_split(name, model, config.tp_size, heads), False
+    else:
+        heads_split = kv_split = _is_kv_split(name, model, config.tp_size, heads, kv_heads)
     first, last, stage = 0, 1 << 30, getattr(model, "_pp_stage", None)
     if stage is not None:
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -116,7 +126,8 @@ def placement_of(model: Any, heads: int, kv_heads: int, disk: tuple[int, ...]) -
         stages=config.pp_size,
         heads=heads,
         kv_heads=kv_heads,
-        kv_split=split,
+        heads_split=heads_split,
+        kv_split=kv_split,
         first_layer=first,
         last_layer=last,
     )
@@ -145,6 +156,27 @@ def _is_kv_split(name: str, model: Any, ranks: int, heads: int, kv_heads: int) -
             f"be split evenly over {ranks} processes; load it with a tp_size that divides both"
         )
     return True
+
+
+def _are_latent_heads_split(name: str, model: Any, ranks: int, heads: int) -> bool:
+    """By the layer that expands latents to heads: some plans leave all of attention whole."""
+    split = any(
+        key.rsplit(".", 1)[-1] == "kv_b_proj" and style == "colwise"
+        for key, style in model.tp_plan.items()
+    )
+    if ranks == 1 or not split:
+        return False
+    if heads % ranks:
+        raise UnsupportedModelError(
+            f"KVSwapCache: {name} has {heads} heads over latents, which cannot be split evenly "
+            f"over {ranks} processes; load it with a tp_size that divides them"
+        )
+    return True
+
+
+def local_part(weight: torch.Tensor) -> torch.Tensor:
+    """What this process has of it, where heads are split over several."""
+    return (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
 
 
 def _refuse_empty_stages(name: str, ranges: list[tuple[int, int]], disk: tuple[int, ...]) -> None:

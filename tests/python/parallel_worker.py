@@ -25,6 +25,7 @@ from transformers.distributed import DistributedConfig
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.hf.driver import Ahead
 from kvswap_torch.hf.lookahead import captured_query
+from tests.python import every_model
 from tests.python.test_presets_generate import small
 from tests.python.tiny_models import COVERING, TIGHT, greedy, prompt, tiny_model
 
@@ -35,6 +36,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "phi3": {"num_hidden_layers": 2},
     "gemma3": {},
 }
+# Latent attention, whose heads share what each rank keeps: heads that are split, heads that stay
+# whole on every rank, and heads that are split below an index of the model's own.
+LATENT = {"deepseek2": "DeepseekV2", "deepseek3": "DeepseekV3", "deepseek32": "DeepseekV32"}
 
 
 def _saved(family: str, folder: Path) -> Path:
@@ -89,19 +93,27 @@ def sampling(pair: Pair) -> bool:
 
 
 def turns_and_crop(pair: Pair) -> bool:
-    """A second turn, then back to the first and another second one, where layers can go back."""
+    """A second turn, then back to the first and another second one, where layers can go back.
+
+    One process goes the same passes, by whose shapes an index chooses among equal scores.
+    """
     first, later = prompt(1, 20), [prompt(1, 6, seed=seed)["input_ids"] for seed in (7, 8)]
+    memory = DynamicCache(config=pair.whole.config)
     with pair.open() as cache:
         told = greedy(pair.part, first, cache)
+        if not torch.equal(greedy(pair.whole, first, memory), told):
+            return False
         read = cache.get_seq_length()
         for turn in later:
             ids = torch.cat([told, turn], 1)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            if not torch.equal(greedy(pair.part, inputs, cache), greedy(pair.whole, inputs)):
+            expected = greedy(pair.whole, inputs, memory)
+            if not torch.equal(greedy(pair.part, inputs, cache), expected):
                 return False
             if "sliding_attention" in cache.parts.kinds:
                 return True
-            cache.crop(read - cache.get_seq_length())
+            for each in (cache, memory):
+                each.crop(read - each.get_seq_length())
             if cache.get_seq_length() != read:
                 return False
     return True
@@ -163,6 +175,13 @@ def stock(pair: Pair) -> bool:
     return torch.equal(greedy(pair.part, inputs, cache), greedy(pair.whole, inputs))
 
 
+def heads(pair: Pair) -> list[int]:
+    """Of this rank and of the whole model: attention heads, and what it keeps a token by."""
+    with pair.open() as cache:
+        parts = cache.parts
+        return [parts.shape.heads, parts.shape.kv_heads, parts.identity.heads]
+
+
 def system(pair: Pair, name: str) -> bool:
     """A preset: one process's tokens where everything fits, else all ranks' own agree."""
     inputs = prompt(2, 60, padding=(0, 5))
@@ -204,10 +223,12 @@ def equal(tensor: int, pipeline: int, folder: Path) -> dict[str, Any]:
     told: dict[str, Any] = {}
     if tensor > 1 and pipeline > 1:
         _let_both_load()
-    for family in SHAPES if tensor * pipeline == 2 else ("llama",):
+    for family in (*SHAPES, *LATENT) if tensor * pipeline == 2 else ("llama", "deepseek2"):
         pair = Pair(family, folder, tensor, pipeline)
         for scenario in EQUAL:
             told[f"{family} {scenario.__name__}"] = scenario(pair)
+        if family in LATENT:
+            told.setdefault("heads", {})[family] = heads(pair)
         if family == "llama":
             told["llama predicted_query"] = predicted_query(pair)
             told["stats"] = stats(pair)
@@ -265,6 +286,8 @@ def main() -> None:
     for family, shape in SHAPES.items():
         # Before there are several ranks: then only the first one would write.
         tiny_model(family, **shape).save_pretrained(_saved(family, folder))
+    for family, name in LATENT.items():
+        every_model.build(name).save_pretrained(_saved(family, folder))
     if scenario == "equal":
         told = equal(tensor, pipeline, folder)
     else:

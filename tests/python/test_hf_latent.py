@@ -231,15 +231,7 @@ def test_what_is_refused_by_name(deepseek):
     refused(copy.deepcopy(deepseek).to("meta"), "is on the meta device")
 
 
-def test_places_that_are_refused(deepseek, monkeypatch):
-    usual = families.placement_of
-
-    def split(*arguments: Any) -> Any:
-        return dataclasses.replace(usual(*arguments), world=2, head_ranks=2)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(families, "placement_of", split)
-        refused(deepseek, "heads share one latent; they must be of one process.*tp_size=1")
+def test_a_place_that_is_refused(deepseek, monkeypatch):
     monkeypatch.setattr(families, "_device", lambda *arguments: torch.device("cuda:0"))
     refused(deepseek, "is done on the CPU alone")
 

@@ -65,11 +65,14 @@ def test_tokens_equal_those_of_one_process(layout: str, tmp_path: Path) -> None:
     tensor, pipeline = LAYOUTS[layout]
     for rank, told in enumerate(run(tensor, pipeline, tmp_path, "equal")):
         stats = told.pop("stats")
-        stock = told.pop("stock")
+        stock, heads = told.pop("stock"), told.pop("heads")
         assert [name for name, is_right in told.items() if not is_right] == [], rank
         assert stats["shown"] and stats["ranks"].startswith(f"rank {rank} of {tensor * pipeline}")
         assert stats["layers"] == 4 // pipeline
         assert (stats["kv_heads"], stats["identity_heads"]) == (2 // tensor, 2)
+        # Latents are whole on every rank; DeepSeek V3's plan leaves its attention whole, too.
+        for family, own in heads.items():
+            assert own == [4 if family == "deepseek3" else 4 // tensor, 1, 4], family
         # transformers' own cache asks layer 0 for lengths, which later stages do not have: where
         # this becomes right, the sentence in the documentation goes.
         assert stock is (pipeline == 1)

@@ -52,6 +52,17 @@ def test_heads_are_split_and_counted(monkeypatch) -> None:
     assert placement.placement_of(model, 8, 4, DISK).local_heads() == (8, 4)
 
 
+def test_heads_over_latents_are_split_and_latents_are_whole(monkeypatch) -> None:
+    model = split_model(monkeypatch, tensor=2)
+    model.tp_plan = {"model.layers.*.self_attn.kv_b_proj": "colwise"}
+    found = placement.placement_of(model, 8, 1, DISK, latent=True)
+    assert found.local_heads() == (4, 1) and not found.kv_split
+    with pytest.raises(UnsupportedModelError, match="has 9 heads over latents, .* 2 processes"):
+        placement.placement_of(model, 9, 1, DISK, latent=True)
+    model.tp_plan = {"model.layers.*.mlp.gate_proj": "colwise"}  # attention stays whole
+    assert placement.placement_of(model, 9, 1, DISK, latent=True).local_heads() == (9, 1)
+
+
 @pytest.mark.parametrize(
     ("split", "heads", "words"),
     [
