@@ -29,7 +29,7 @@ LATENT_DIM_MAX = 1024
 OLD_INDEXED = ("deepseek_sparse_attention", "qwen_sparse_attention")
 NO_ATTENTION = "has no attention layer, only states of a fixed size: its cache is small already"
 # What families call the list of their layers, below the decoder: one with attention is meant.
-LAYER_LISTS = ("layers", "h", "blocks", "encoder.layer")
+LAYER_LISTS = ("layers", "h", "blocks", "encoder.layer", "encoder.layers")
 ATTENTIONS = ("self_attn", "attention", "attn")
 # Kinds of layers with a past that grows, and why it stays in memory.
 OTHER_KINDS = {
@@ -140,6 +140,11 @@ class ModelParts:
         keys, values = (torch.Size((batch, shape.kv_heads, tokens, width)) for width in widths)
         return keys, values
 
+    def cached_bytes(self, batch: int, tokens: int) -> int:
+        """Of what the model caches in the layers on disk: records may be wider."""
+        numbers = sum(shape.numel() for shape in self.cached_shapes(batch, tokens))
+        return numbers * self.shape.layers * self.shape.element_bytes
+
 
 # Of PEFT: adapters that are keys and values of tokens which nobody typed.
 _OWN_KEYS = {"PREFIX_TUNING", "CARTRIDGE"}
@@ -245,6 +250,8 @@ def _decoder(model: PreTrainedModel) -> tuple[PreTrainedModel, nn.ModuleList]:
     known = ", ".join(LAYER_LISTS)
     if not lists:
         raise unsupported(name, f"keeps no list of layers; they are looked for in {known}")
+    if sum(map(len, lists.values())) < (getattr(found.config, "num_hidden_layers", None) or 0):
+        raise unsupported(name, "runs each layer several times in a pass, and caches each time")
     longest = max(lists, key=lambda each: len(lists[each]))
     raise unsupported(name, f"keeps its layers in {longest}; they are looked for in {known}")
 
@@ -386,6 +393,18 @@ def _check_attention(name: str, decoder: PreTrainedModel, attentions: list) -> N
         raise unsupported(name, "shares one layer's keys and values with other layers")
     if None in attentions or not getattr(decoder, "_can_set_attn_implementation", lambda: True)():
         raise unsupported(name, "computes attention itself, not through the attention interface")
+    if isinstance(getattr(decoder, "embed_tokens", None), nn.ModuleList):
+        raise unsupported(
+            name,
+            "takes several codes of sound for each position, in rows of their own, not a row of "
+            "token ids for each sequence",
+        )
+    if any(hasattr(a, "prepare_dynamic_mask") for a in attentions):
+        raise unsupported(
+            name,
+            "masks its attention by a score of every cached value, so that each step needs all of "
+            "them",
+        )
     if len({latent_of(a) for a in attentions}) > 1:
         raise unsupported(name, "has layers whose latents differ in width (kv_lora_rank)")
     if getattr(config, "use_bidirectional_attention", False) or not all(

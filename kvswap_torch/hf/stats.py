@@ -243,7 +243,7 @@ def collect(driver: SessionDriver, process: ProcessMemory, timeline: bool = Fals
         process=process,
         device=facts["device"],
         **_device_numbers(counters),
-        kv_bytes_full=shape.kv_bytes(tokens) * batch,
+        kv_bytes_full=driver.parts.cached_bytes(batch, tokens),
         kv_bytes_on_disk=int(counters["bytes_on_disk"]),
         ranks=str(driver.parts.placement) if driver.parts.placement.is_shared else "",
         reader=facts["reader"],

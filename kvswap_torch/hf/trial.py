@@ -8,8 +8,9 @@ layer of most models.
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -54,6 +55,8 @@ def try_attention(parts: ModelParts) -> None:
     except UnsupportedModelError:
         raise
     except Exception as error:
+        if own := _own_cache(parts.decoder):
+            raise trial.fail(f"takes no cache but one of its own class, {own}") from error
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         if trial.stopped_in is not None:
             raise trial.fail(
@@ -232,6 +235,15 @@ def _is_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Within what rounding explains, of weights of any precision."""
     apart = float((ours.float() - theirs.float()).norm())
     return apart <= EXPANSION_TOLERANCE * float(theirs.float().norm())
+
+
+def _own_cache(decoder: nn.Module) -> str | None:
+    """The class of its own that a decoder wants its cache to be of, by what its forward says."""
+    (name,) = cache_argument(decoder, None)
+    wanted = inspect.signature(decoder.forward).parameters[name].annotation
+    kinds = get_args(wanted) or (wanted,)
+    own = [k for k in kinds if inspect.isclass(k) and issubclass(k, Cache)]
+    return next((k.__name__ for k in own if k.__module__ != Cache.__module__), None)
 
 
 def _kind(mixer: nn.Module) -> tuple[Any, ...]:

@@ -175,7 +175,7 @@ def plan_cache(
         uses={name: count for name, count in uses.items() if name not in NOT_USES and count},
         least=uses["least"],
         disk_bytes=on_disk,
-        full_bytes=batch * parts.shape.kv_bytes(context),
+        full_bytes=parts.cached_bytes(batch, context),
     )
 
 

@@ -70,8 +70,14 @@ def test_values_narrower_than_keys(tmp_path):
             ours, theirs = memory.layers[index], plain.layers[index]
             assert (ours.keys.shape[3], ours.values.shape[3]) == (24, 16)
             torch.testing.assert_close((ours.keys, ours.values), (theirs.keys, theirs.values))
+            heads = ours.keys.shape[1]
             shown = cache.layers[index].values.shape
             assert shown == theirs.values.shape
+        stats, layers = cache.stats(), len(cache.parts.disk)
+        # Values are stored as wide as keys: 13 groups of each sequence, in blocks of 512 bytes.
+        record = heads * 2 * (24 + 24) * 4
+        assert stats.kv_bytes_on_disk == 2 * 13 * layers * -(-record // 512) * 512
+        assert stats.kv_bytes_full == 2 * 30 * layers * heads * (24 + 16) * 4
     with KVSwapCache.from_cache(model, plain, tmp_path, config=COVERING) as cache:
         step = prompt(2, 1, seed=4)["input_ids"]
         torch.testing.assert_close(forward(model, step, cache), forward(model, step, plain))
