@@ -53,6 +53,19 @@ def test_equal_tokens_at_any_length(family, tokens, tmp_path):
         assert 0 < stats.groups_per_step <= TOPK, "more groups than there are chosen tokens"
 
 
+@pytest.mark.slow
+def test_equal_tokens_after_4096(tmp_path):
+    """A prefill over two blocks of the past, of which each query attends a sixteenth at the end."""
+    sizes = {"num_hidden_layers": 2, "index_topk": 256, "max_position_embeddings": 8192}
+    model, inputs = every_model.build("DeepseekV32", **sizes), prompt(1, 4096)
+    with KVSwapCache(model, tmp_path, TIGHT) as cache:
+        actual = greedy(model, inputs, cache, tokens=16)
+        stats = cache.stats()
+    assert torch.equal(actual, greedy(model, inputs, tokens=16))
+    assert len(set(actual[0, 4096:].tolist())) > 3, "a token repeated shows nothing"
+    assert 200 < stats.groups_per_step <= 256 and stats.bytes_read > 0
+
+
 def test_logits_of_turns_and_crops(deepseek, tmp_path):
     """In the same passes: an index has many scores of zero, among which torch chooses by shapes."""
     ids, plain = prompt(2, 60)["input_ids"], DynamicCache(config=deepseek.config)

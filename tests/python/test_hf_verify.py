@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from kvswap_torch.hf.families import model_parts
 from kvswap_torch.hf.lookahead import LookAhead
+from tests.python import every_model
 from tests.python.tiny_models import TIGHT, greedy, has_native, prompt, tiny_model
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
@@ -36,7 +38,24 @@ def decoded(model: Any, open_cache: Any, **settings: Any) -> tuple[Any, list[Any
 @pytest.mark.parametrize("score", ["sum", "max", "mass", "max_mass"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_choices_are_the_true_querys(family: str, score: str, open_cache: Any) -> None:
-    model = tiny_model(family)
+    assert_same_choices(tiny_model(family), score, open_cache)
+
+
+# Rotary channels interleaved, as complex numbers, and in halves.
+KNOWN = ("DeepseekV3", "DeepseekV2", "MiniCPM3")
+LATENT = [family for family in KNOWN if hasattr(transformers, f"{family}ForCausalLM")]
+
+
+@pytest.mark.parametrize("sessions", ["native"], indirect=True)
+@pytest.mark.parametrize("score", ["sum", "max", "mass", "max_mass"])
+@pytest.mark.parametrize("family", LATENT)
+def test_choices_over_latents_are_the_true_querys(family: str, score: str, open_cache: Any) -> None:
+    """Predicted queries take W_UK in before they prefetch."""
+    assert_same_choices(every_model.build(family), score, open_cache)
+
+
+def assert_same_choices(model: Any, score: str, open_cache: Any) -> None:
+    """Tokens and choices of "verify" are those of "off"; only reads come earlier."""
     alone = decoded(model, open_cache, look_ahead="off", score=score)
     verified = decoded(model, open_cache, look_ahead="verify", score=score)
     assert torch.equal(alone[0], verified[0]) and alone[1] == verified[1]
