@@ -1,12 +1,14 @@
-"""Every mode of `generate()`, for five families: the cache on disk gives what `DynamicCache` does.
+"""Every mode of `generate()`, family by family: the cache on disk gives what `DynamicCache` does.
 
 What transformers refuses with a `DynamicCache` it must refuse here too, by the same sentence.
-`NOT_DONE` says what a family does with no cache, and why.
+`NOT_DONE` says what a family does with no cache, and why. ``KVSWAP_TEST_LONG=1`` (`make test-long`)
+takes the other families with latent attention or an index of their own, too.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +39,21 @@ OF_EVERY = {
     "roberta": "Roberta",
     "modernbert": "ModernBertDecoder",
 }
+if os.environ.get("KVSWAP_TEST_LONG") == "1":
+    OF_EVERY |= {
+        "deepseek2": "DeepseekV2",
+        "mistral4": "Mistral4",
+        "minicpm3": "MiniCPM3",
+        "kimi_linear": "KimiLinear",
+        "bailing": "BailingHybrid",
+        "axk1": "AXK1",
+        "glm4_lite": "Glm4MoeLite",
+        "youtu": "Youtu",
+        "longcat": "LongcatFlash",
+        "glm_dsa": "GlmMoeDsa",
+        "hyv4": "HYV4",
+        "axk2": "AXK2",
+    }
 FAMILIES = ("llama", "qwen3", "gemma3", *OF_EVERY)
 NO_EARLY_EXIT = ("gpt_bigcode", "roberta", "modernbert")  # in transformers, whatever the cache
 TOKENS = 7
@@ -141,13 +158,14 @@ MODES: dict[str, dict[str, Any]] = {
 # What a family does with no cache, and the words of transformers that say why.
 _STATES = "not supported with stateful models"
 _EMBEDDINGS = "doesn't have its forwarding implemented"
+HYBRIDS = ("bamba", "kimi_linear", "bailing")
 NOT_DONE = {
-    ("bamba", "prompt lookup"): _STATES,
-    ("bamba", "prompt lookup, n-grams"): _STATES,
-    ("bamba", "prompt lookup, sampled"): _STATES,
-    ("bamba", "early exit"): _STATES,
     ("bamba", "embeddings"): _EMBEDDINGS,
     ("bamba", "embeddings and ids"): _EMBEDDINGS,
+} | {
+    (family, mode): _STATES
+    for family in HYBRIDS
+    for mode in ("prompt lookup", "prompt lookup, n-grams", "prompt lookup, sampled", "early exit")
 }
 
 
@@ -199,17 +217,22 @@ EVERYTHING = {
     "output_hidden_states": True,
     "output_attentions": True,  # of none but eager attention has transformers any
 }
+EAGER = ("hyv4",)
 
 
 @pytest.mark.parametrize(
     "mode", [{}, SAMPLE, BEAMS, BEAMS | SAMPLE], ids=["greedy", "sample", "beams", "beams, sampled"]
 )
 def test_everything_returned(mode, model, open_cache):
-    _, model = model
-    inputs = prompt(2, 17, padding=(0, 4))
+    family, model = model
+    inputs, mode = prompt(2, 17, padding=(0, 4)), mode | EVERYTHING
+    if family in EAGER:
+        kind, told = run(model, mode, open_cache(model), inputs)
+        assert kind is ValueError and "output_attentions must be false" in told
+        mode |= {"output_attentions": False}
     cache = open_cache(model)
-    expected = run(model, mode | EVERYTHING, DynamicCache(config=model.config), inputs)
-    actual = run(model, mode | EVERYTHING, cache, inputs)
+    expected = run(model, mode, DynamicCache(config=model.config), inputs)
+    actual = run(model, mode, cache, inputs)
     assert actual.past_key_values is cache and type(actual) is type(expected)
     assert actual.keys() == expected.keys()
     for name in expected.keys() - {"past_key_values", "cache"}:
@@ -282,7 +305,7 @@ def test_form_of_the_prompt(form, model, open_cache):
 def test_going_on(mode, model, open_cache):
     """The tokens so far and some more, with the cache of a first call."""
     family, model = model
-    if family == "bamba" and mode is BEAMS:
+    if family in HYBRIDS and mode is BEAMS:
         pytest.skip("transformers' layers of linear attention cannot repeat a batch for beams")
     inputs, more = prompt(2, 17, padding=(0, 4)), prompt(2, 5, seed=6)["input_ids"]
     answers = []
