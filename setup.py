@@ -5,6 +5,7 @@ is said, and so are other things that a build needs, before anything is compiled
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -41,8 +42,9 @@ class CMakeBuild(build_ext):
         for tool in ("cmake", "ninja"):
             if shutil.which(tool) is None:
                 raise SystemExit(f"kvswap_torch: {tool} must be on PATH to build and is not")
-        compiler = os.environ.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"]
-        if not any(map(shutil.which, compiler)):
+        compiler = shlex.split(os.environ.get("CXX", ""))[:1] or ["c++", "g++", "clang++"]
+        is_named = "CMAKE_" in os.environ.get("KVSWAP_CMAKE_ARGS", "")  # a compiler or a toolchain
+        if not is_named and not any(map(shutil.which, compiler)):
             raise SystemExit(
                 "kvswap_torch: a C++20 compiler, as g++ 12, must be on PATH to build and is not; "
                 f"looked for {', '.join(compiler)}; install g++ or set CXX"

@@ -178,6 +178,8 @@ class Work:
             first = next(iter(caches))
             for name, cache in caches.items():
                 line = {"name": name, "together": list(caches)} | timed[name].facts(timed[first])
+                if first != names[0]:
+                    line.pop("ratio")  # it would be to another row than the other ones are to
                 if name in products:
                     line |= settings_facts(products[name], cache, self.size.full)
                 journal.add(line)

@@ -29,7 +29,8 @@ transformers' DynamicCache (row full) and StaticCache (row static) are in memory
 With --prefetch and --devices each method is a row for each mode and device; own is its own mode.
 These two change how a method reads and nothing of what it selects.
 
-Each row has its median and quartiles in ms, its median ratio to the first row of its device, the
+Each row has its median and quartiles in ms, its median ratio to the first row of its device
+(where both were decoded in one round), the
 milliseconds that layers waited for the disk (wait_ms) and the share of read time that was hidden
 (hidden_share). Steps before the 9th do not count.
 
@@ -106,7 +107,8 @@ def table(rows: dict[str, dict[str, Any]]) -> Table:
         found = [
             "" if row.get(key) is None else format(row[key], form) for key, form in keys.items()
         ]
-        made.add_row(name, f"{row['ms']:.1f}", f"{row['ratio']:.2f}", *found)
+        ratio = f"{row['ratio']:.2f}" if "ratio" in row else ""
+        made.add_row(name, f"{row['ms']:.1f}", ratio, *found)
     return made
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 # Of a version of cgroups: the file with its limit, bytes or "max".
 CGROUP_FILES = {1: "memory.limit_in_bytes", 2: "memory.max"}
 PROC = Path("/proc")
+DATA = "RLIMIT_DATA"  # of addresses, whether they are in RAM or in swap
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,14 @@ class MemoryLimit:
         The lowest of all limits, and which one it is.
     available_bytes
         What the kernel could give now without taking it from another process.
+    swap_bytes
+        Swap of this machine, where the limit is one that swap adds to.
     """
 
     limit_bytes: int
     what: str
     available_bytes: int
+    swap_bytes: int = 0
 
 
 def memory_limit(proc: Path = PROC) -> MemoryLimit:
@@ -37,9 +41,10 @@ def memory_limit(proc: Path = PROC) -> MemoryLimit:
         limits.setdefault(of_group, "the cgroup's limit")
     data = resource.getrlimit(resource.RLIMIT_DATA)[0]
     if data != resource.RLIM_INFINITY:
-        limits.setdefault(data, "RLIMIT_DATA")
+        limits.setdefault(data, DATA)
     least = min(limits)
-    return MemoryLimit(least, limits[least], available)
+    swap = 0 if limits[least] == DATA else int(told.get("SwapTotal", "0").split()[0]) << 10
+    return MemoryLimit(least, limits[least], available, swap)
 
 
 def _cgroup_limit(proc: Path) -> int | None:

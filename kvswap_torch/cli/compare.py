@@ -258,7 +258,8 @@ def show_tasks(results: dict[str, Any], console: Console) -> None:
         return
     table = Table(box=None, pad_edge=False)
     for number, head in enumerate(("method", "budget", *names)):
-        table.add_column(head, justify="left" if number < 2 else "right", no_wrap=number < 2)
+        is_name = number < 2
+        table.add_column(escape(head), justify="left" if is_name else "right", no_wrap=is_name)
     for each in summaries:
         of = each["summary"]["tasks"]
         shown = (interval(of.get(name), ".2f") for name in names)

@@ -206,7 +206,7 @@ def load_model(
     check_weights(name, dtype, device, weights, is_split=distributed is not None)
     if weights_memory is not None:
         check_on_disk(name, device, weights, is_split=distributed is not None)
-    if device.type == "cpu" and not is_gguf(name):
+    if device.type == "cpu" and distributed is None and not is_gguf(name):
         check_room(name, dtype, weights, weights_memory, load_config)
     logging.disable_progress_bar()  # it would stand above ours
     dtype = "bfloat16" if weights == "bf16" else dtype

@@ -46,7 +46,7 @@ def check_room(
     from kvswap_torch.hf.unloaded import (
         computed_dtype,
         stored_bytes,
-        stored_dtype,
+        stored_weights,
         unloaded_model,
         weight_bytes,
     )
@@ -56,16 +56,18 @@ def check_room(
     if stored is None or MOST_GROWTH * stored <= limit.limit_bytes:
         return
     config = load_config(name)
-    saved = stored_dtype(name, config)  # first: a model that is made writes its own into the config
+    if getattr(config, "quantization_config", None) is not None:
+        return  # what its library makes of the files is not known here
     kind = computed_dtype(name, config, dtype, weights)
     total = weight_bytes(unloaded_model(config, kind, weights))
-    if weights_memory is not None:
-        needed, how = min(weights_memory, total), "give less to --weights-memory"
-    elif weights in BITS or kind != saved:
+    is_mapped = all(each.dtype in (kind, None) for each in stored_weights(name).values())
+    if weights_memory is not None and weights_memory < total:
+        needed, how = weights_memory, "give less to --weights-memory"
+    elif weights in BITS or not is_mapped:
         needed, how = total, "give --weights-memory, or see kvswap fit"
     else:
         needed, how = _largest_layer(config, kind), "see kvswap fit"
-    if needed > limit.limit_bytes:
+    if needed > limit.limit_bytes + limit.swap_bytes:
         raise _too_large(name, needed, limit, how)
 
 

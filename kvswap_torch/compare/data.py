@@ -174,10 +174,10 @@ def _question(
     if not isinstance(prefix, str):
         raise ConfigError(f"{where}: answer_prefix must be a text, got {prefix!r}")
     needs_all = name in ALL_WANTED and len(answers) > 1
-    task = row.get("task") or ""
-    if not isinstance(task, str):
-        raise ConfigError(f"{where}: task must be a text, got {task!r}")
-    return Question(text, answers, needs_all, prefix, is_prompt, task)
+    task = row.get("task", "")
+    if isinstance(task, bool) or not isinstance(task, str | int):
+        raise ConfigError(f"{where}: task must be a text or a number, got {task!r}")
+    return Question(text, answers, needs_all, prefix, is_prompt, str(task))
 
 
 def _first(row: dict[str, Any], names: tuple[str, ...], where: str) -> str:

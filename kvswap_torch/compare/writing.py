@@ -49,12 +49,12 @@ def write_questions(path: Path, asked: Asked, tokenizer: Any) -> None:
     ConfigError
         The facts leave no room for text.
     """
+    rows = []
+    for number in range(asked.documents):
+        document, questions = write_document(asked, number, tokenizer)
+        rows += [json.dumps(_row(document, question)) + "\n" for question in questions]
     new = path.with_name(f".{path.name}.new")
-    with new.open("w", encoding="utf-8") as file:
-        for number in range(asked.documents):
-            document, questions = write_document(asked, number, tokenizer)
-            for question in questions:
-                file.write(json.dumps(_row(document, question)) + "\n")
+    new.write_text("".join(rows), encoding="utf-8")
     new.replace(path)
 
 

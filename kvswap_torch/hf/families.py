@@ -251,7 +251,11 @@ def _decoder(model: PreTrainedModel) -> tuple[PreTrainedModel, nn.ModuleList]:
     if not lists:
         raise unsupported(name, f"keeps no list of layers; they are looked for in {known}")
     if sum(map(len, lists.values())) < (getattr(found.config, "num_hidden_layers", None) or 0):
-        raise unsupported(name, "runs each layer several times in a pass, and caches each time")
+        raise unsupported(
+            name,
+            "has fewer layers in lists than its config counts: it runs them several times in a "
+            "pass, or keeps them elsewhere",
+        )
     longest = max(lists, key=lambda each: len(lists[each]))
     raise unsupported(name, f"keeps its layers in {longest}; they are looked for in {known}")
 

@@ -240,7 +240,8 @@ def _is_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 def _own_cache(decoder: nn.Module) -> str | None:
     """The class of its own that a decoder wants its cache to be of, by what its forward says."""
     (name,) = cache_argument(decoder, None)
-    wanted = inspect.signature(decoder.forward).parameters[name].annotation
+    parameter = inspect.signature(decoder.forward).parameters.get(name)
+    wanted = None if parameter is None else parameter.annotation
     kinds = get_args(wanted) or (wanted,)
     own = [k for k in kinds if inspect.isclass(k) and issubclass(k, Cache)]
     return next((k.__name__ for k in own if k.__module__ != Cache.__module__), None)

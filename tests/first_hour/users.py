@@ -97,7 +97,9 @@ def _page(page: str) -> str:
 def _read(reader: Typist) -> None:
     for command in reader.unread():
         if "piped.kvswap" in command and shutil.which("pdftotext") is None:
-            continue  # a program that this machine may lack; the page has another way
+            # The page has another way, which is typed.
+            print(f"left out, there is no pdftotext: {command}", flush=True)
+            continue
         if command.startswith("kvswap serve"):
             reader.serve(command, "a page to ask")
             continue

@@ -79,7 +79,7 @@ def check_contents(wheel: Path) -> None:
                     ("highway", "libstdc++", "liburing", "nlohmann-json", "xxhash"))}  # fmt: skip
         if missing := sorted(wanted - names):
             sys.exit(f"wheels-check: {wheel.name} must have {missing}")
-        modules = [name for name in names if name.startswith("kvswap_torch/_C")]
+        modules = [name for name in names if re.fullmatch(r"kvswap_torch/_C\..*\.so", name)]
         if modules != [module]:
             sys.exit(f"wheels-check: {wheel.name} must have {module} alone, has {modules}")
         built = json.loads(packed.read("kvswap_torch/lib/build_info.json"))
@@ -161,7 +161,7 @@ def check_all(wheels: list[Path], *, may_skip: bool) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="check_wheels", description=__doc__)
-    parser.add_argument("dist", nargs="?", type=Path, default=ROOT / "dist")
+    parser.add_argument("dist", nargs="?", type=Path, help="default: dist, or dist/cuda")
     parser.add_argument("--bare", nargs="+", default=[], metavar="3.11")
     parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--emulated", action="store_true")
@@ -170,6 +170,7 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.cuda and not asked.bare:
         parser.error("--cuda needs --bare 3.11: this environment's torch may have no CUDA")
+    asked.dist = asked.dist or ROOT / "dist" / ("cuda" if asked.cuda else "")
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     if asked.sdist:
         with tempfile.TemporaryDirectory(prefix="kvswap-sdist-") as name:
@@ -192,15 +193,13 @@ def main() -> int:
             for wheel in wheels
             if f"-cp{version.replace('.', '')}-" in wheel.name
             and wheel.stem.endswith(os.uname().machine)
-            and ("+cu" in wheel.name) == asked.cuda
         ]
         for version in (here, *asked.bare)
     }
     for version in asked.bare or [here]:
-        if not fitting[version]:
-            sys.exit(
-                f"wheels-check: {asked.dist} has no wheel for Python {version} on this processor"
-            )
+        if len(fitting[version]) != 1:
+            sys.exit(f"wheels-check: {asked.dist} must have one wheel for Python {version} on this "
+                     f"processor, has {len(fitting[version])}")  # fmt: skip
         with tempfile.TemporaryDirectory(prefix="kvswap-wheels-") as name:
             folder = Path(name)
             if asked.bare:

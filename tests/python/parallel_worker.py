@@ -196,7 +196,8 @@ def system(pair: Pair, name: str) -> bool:
     return chose and all(torch.equal(each, tokens) for each in told)
 
 
-SYSTEMS = ("kvswap", "dynakv", "arkv", "arkv-quant", "arkv-recall", "prkv", "prkv-auto")
+SYSTEMS = ("kvswap", "kvswap-paper", "dynakv", "arkv", "arkv-origin", "arkv-quant", "arkv-recall",
+           "prkv", "prkv-auto")  # fmt: skip
 EQUAL = (plain, padded, beams, chunks, sampling, turns_and_crop, choosing)
 
 

@@ -190,6 +190,7 @@ def test_a_comparison_does_not_hide_what_the_disk_says(error: Exception) -> None
         (4 << 20, {"weights": "int4"}, "needs 4.32 MiB"),
         (5 << 20, {"weights": "int4"}, None),
         (8 << 20, {"weights_memory": 9 << 20}, "needs 9.00 MiB .* give less to --weights-memory"),
+        (8 << 20, {"weights_memory": 16 << 20}, None),  # all of them fit: they are mapped
         (8 << 20, {"weights_memory": 7 << 20}, None),
     ],
 )
@@ -210,6 +211,15 @@ def test_room_is_looked_at_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(room, "memory_limit", lambda: MemoryLimit(1 << 20, "RLIMIT_DATA", 0))
     with pytest.raises(ConfigError, match="more than RLIMIT_DATA, 1.00 MiB"):
         load_model(str(REFERENCE))
+    # Of a model that is split over processes each has a part: transformers is asked, as ever.
+    with pytest.raises(AttributeError, match="tp_size"):
+        load_model(str(REFERENCE), distributed=object())
+
+
+def test_swap_adds_to_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = MemoryLimit(1 << 20, "this machine's RAM", 0, swap_bytes=1 << 20)
+    monkeypatch.setattr(room, "memory_limit", lambda: limit)
+    room.check_room(str(REFERENCE), "auto", None, None, load_config)
 
 
 def test_a_small_model_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
-"""The four systems in every respect: each cell of the table of docs/presets.md is run here.
+"""The four systems in every respect: the table of docs/presets.md, cell by cell.
 
-What a cell of generate, save, fork and serve says is held by test_presets_generate.py and
-test_presets_kept.py, which run each preset; of tuning by test_tuning_presets.py; of several
-processes by test_parallel.py.
+Records, the device's path and caches without a path are run here. What a cell of generate, save,
+fork and serve says is held by test_presets_generate.py and test_presets_kept.py, which run each
+preset; of tuning by test_tuning_presets.py; of several processes by test_parallel.py.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_tuned_and_by_several_processes(system: str, name: str) -> None:
     tuned = name in GRIDS or re.search(r"kvswap tune|search|has a share", NO_GRIDS[name])
     assert tuned, "by its own grid, or by another's that it is a part of"
     first = SYSTEMS[system][0]
-    assert first in parallel_worker.SYSTEMS
+    assert name in parallel_worker.SYSTEMS
     assert first in GRIDS or system == "KVSwap"
 
 

@@ -245,4 +245,7 @@ def test_bf16_and_hybrids(name, tmp_path):
     with KVSwapCache(hybrid, tmp_path, small(name, hybrid, 200)) as cache:
         inputs = prompt(2, 21, padding=(0, 7))
         ours = greedy(hybrid, inputs, cache)
-        assert rounded or torch.equal(ours, greedy(hybrid, inputs))
+        if not rounded:
+            assert torch.equal(ours, greedy(hybrid, inputs))
+        else:  # whose first token comes of the prompt in the model's own precision
+            assert torch.equal(ours[:, :22], greedy(hybrid, inputs)[:, :22])

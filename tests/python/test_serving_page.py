@@ -18,7 +18,7 @@ from kvswap_torch import KVSwapCache
 from kvswap_torch.hf.serving.page import FILES, beginning, file_of
 from tests.python.serving_process import Served, make_model, served_model
 from tests.python.test_serving import document, send
-from tests.python.tiny_models import has_native
+from tests.python.tiny_models import COVERING, has_native
 
 pytestmark = [
     pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
@@ -126,7 +126,7 @@ def test_a_document_that_was_ingested_before_has_its_files_name(
     store.mkdir()
     for document_name, saved in (("books/war.txt", "one.kvswap"), ("-", "two.kvswap")):
         ids = tokenizer(f"<{document(1, 100)}{saved}", return_tensors="pt")["input_ids"]
-        with KVSwapCache(model, path=tmp_path) as cache:
+        with KVSwapCache(model, path=tmp_path, config=COVERING) as cache:
             model.generate(ids, **cache.as_argument(), max_new_tokens=1, do_sample=False)
             cache.document = str(tmp_path / document_name) if document_name != "-" else "-"
             cache.save(store / saved)
@@ -138,6 +138,13 @@ def test_a_document_that_was_ingested_before_has_its_files_name(
     }
     assert all(each["begins"] == beginning(document(1, 100)) for each in told)
     assert str(tmp_path) not in json.dumps(told), "folders of the server are its own"
+    longer = {"prompt": f"<{document(1, 100)}one.kvswap{document(2, 100)}", "max_tokens": 1}
+    _, answered = send(served, "POST", "/v1/completions", longer)
+    assert json.loads(answered)["usage"]["prompt_tokens_details"]["cached_tokens"] == 111
+    end = time.monotonic() + 60
+    while len(told) < 3 and time.monotonic() < end:  # it is saved after the answer
+        told = json.loads(served.get("/v1/kvswap/documents"))["documents"]
+    assert sorted(each["document"] for each in told) == ["", "", "war.txt"], "it is another text"
 
 
 def test_a_document_that_is_none_is_refused(served: Served, tmp_path: Path) -> None:

@@ -234,10 +234,10 @@ def test_a_wheel_with_cuda_is_a_local_version(tmp_path: Path) -> None:
     installed, dist = tmp_path / "installed", tmp_path / "dist"
     (installed / "lib").mkdir(parents=True)
     arguments = (base_wheel(tmp_path), installed, "3.11", "x86_64", "2.13.0", ROOT, dist)
-    plain, labelled = pack.pack(*arguments), pack.pack(*arguments, "cu130")
-    assert plain.is_file() and labelled.name == (
-        "kvswap_torch-0.1.0+cu130-cp311-cp311-manylinux_2_28_x86_64.whl"
-    )
+    plain = pack.pack(*arguments)
+    labelled = pack.pack(*arguments, "cu130")
+    assert labelled.name == "kvswap_torch-0.1.0+cu130-cp311-cp311-manylinux_2_28_x86_64.whl"
+    assert not plain.exists(), "one for each Python and processor in a folder"
     with zipfile.ZipFile(labelled) as packed:
         told = packed.read("kvswap_torch-0.1.0+cu130.dist-info/METADATA").decode()
         assert "\nVersion: 0.1.0+cu130\n" in told
@@ -282,5 +282,7 @@ def test_wheels_are_built_for_the_pinned_torch_and_ask_for_it(tmp_path: Path) ->
     if importlib.metadata.version("torch").split("+")[0] == release:
         here = torch_files.folder(release, os.uname().machine, tmp_path)
         assert (here / "include" / "ATen").is_dir() and (here / "version.py").is_file()
-    (tmp_path / "torch-2.0.0-aarch64" / "torch").mkdir(parents=True)
+    library = tmp_path / "torch-2.0.0-aarch64" / "torch" / "lib" / "libc10.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
     assert torch_files.folder("2.0.0", "aarch64", tmp_path).parent.name == "torch-2.0.0-aarch64"

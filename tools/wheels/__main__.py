@@ -1,10 +1,11 @@
 """Builds wheels for other machines than this: ``make wheels``.
 
-    python -m tools.wheels [--python 3.11 ...] [--architecture x86_64 aarch64] [--cuda] [--out dist]
+    python -m tools.wheels [--python 3.11 ...] [--architecture aarch64] [--cuda] [--out FOLDER]
 
 One build of the libraries for each processor, against the torch that is pinned and linked
 as manylinux_2_28 wants (floor.py), then a module for each Python. aarch64 is cross-compiled.
-``--cuda`` makes wheels with the CUDA kernels, for x86_64 alone: local versions as 0.2.0+cu130. What
+``--cuda`` makes wheels with the CUDA kernels, for x86_64 alone: local versions as 0.2.0+cu130, in a
+folder of their own, dist/cuda, so that what is in dist/ is one for each Python and processor. What
 cannot be had for one wheel (headers, a cross compiler) is said in a line; the others are made, and
 the exit status is 1. ``python -m tests.packaging.check_wheels`` tries what was made.
 """
@@ -105,11 +106,12 @@ def main() -> int:
     parser.add_argument("--python", nargs="+", default=PYTHONS, metavar="3.11")
     parser.add_argument("--architecture", nargs="+", default=["x86_64"], choices=COMPILERS)
     parser.add_argument("--cuda", action="store_true", help="with the CUDA kernels; needs nvcc")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    parser.add_argument("--out", type=Path, help="default: dist, or dist/cuda")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
     if asked.cuda and asked.architecture != ["x86_64"]:
         parser.error("--cuda must be for x86_64 alone: no other nvcc is known to this tool")
+    out = asked.out or ROOT / "dist" / ("cuda" if asked.cuda else "")
     WORK.mkdir(parents=True, exist_ok=True)
     release, missing = pinned(ROOT), 0
     base = base_wheel()
@@ -127,7 +129,7 @@ def main() -> int:
                 print(f"wheels: none for Python {version} on {architecture}: {why}")
                 missing += 1
                 continue
-            made = pack(base, installed, version, architecture, release, ROOT, asked.out, label)
+            made = pack(base, installed, version, architecture, release, ROOT, out, label)
             print(f"wheels: {made.name}, for torch {release} and newer", flush=True)
     return 1 if missing else 0
 

@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -70,8 +71,10 @@ def folder(release: str, architecture: str, downloads: Path, cuda: bool = False)
     if not cuda and (here := _installed(release, architecture)) is not None:
         return here
     done = downloads / f"torch-{release}-{architecture}"
-    if done.is_dir():
+    needed = "libc10_cuda.so" if cuda else "libc10.so"
+    if (done / "torch" / "lib" / needed).is_file():
         return done / "torch"
+    shutil.rmtree(done, ignore_errors=True)  # of an earlier build, without what is needed now
     downloads.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=downloads) as name:
         print(f"wheels: fetching torch {release} for {architecture} (530 MB, once)", flush=True)

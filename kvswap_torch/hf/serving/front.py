@@ -114,7 +114,8 @@ class Front:
             return await _reply(send, 200, text, kind, page.HEADERS)
         owner = self._access.owner(headers)
         if method == "GET" and self._has_page and path == page.DOCUMENTS:
-            return await _reply(send, 200, self._answers.documents.listed(owner))
+            listed = await asyncio.to_thread(self._answers.documents.listed, owner)
+            return await _reply(send, 200, listed)
         if method == "GET" and self._has_page and path.startswith(f"{page.DOCUMENTS}/"):
             said = await asyncio.to_thread(self._answers.documents.text, owner, path)
             return await _reply(send, 200, said)

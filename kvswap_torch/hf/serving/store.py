@@ -270,6 +270,7 @@ class CacheStore:
         if owner:
             (self._folder / owner).mkdir(mode=0o700, exist_ok=True)
         path = _named(self._folder / owner, prompt)
+        cache.document = ""  # of what it was opened with: this text may go on otherwise
         cache.save(path)
         return path
 
