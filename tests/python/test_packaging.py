@@ -3,6 +3,7 @@
 ``make wheel-check`` covers the rest: it installs the wheel and links a C++ program to it.
 """
 
+import importlib.metadata
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 from setuptools import find_namespace_packages
 
 import kvswap_torch
@@ -309,6 +311,23 @@ def test_every_tool_is_pinned_exactly_and_torch_leads() -> None:
     project: dict[str, Any] = PYPROJECT["project"]
     wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
     assert {re.split("[<>=]", name)[0].replace("_", "-") for name in wanted} <= pinned
+
+
+def _needed_python(name: str) -> str:
+    return importlib.metadata.metadata(name).get("Requires-Python") or ""
+
+
+def test_every_pin_is_for_the_python_of_a_debian_12() -> None:
+    """`make demo` on such a machine installs all of them with Python 3.11.2."""
+    checked, wrong = 0, []
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        name, _, release = line.partition("==")
+        if line.startswith("#") or importlib.metadata.version(name).split("+")[0] != release:
+            continue  # of another release's needs nothing is known here
+        checked += 1
+        if not SpecifierSet(_needed_python(name)).contains("3.11.2"):
+            wrong.append(line)
+    assert wrong == [] and checked > 80
 
 
 @pytest.mark.parametrize("name", ["consumer", "consumer_core"])
