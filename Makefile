@@ -342,7 +342,7 @@ golden: build  ## tokens, choices, bytes, counters of 59 runs; ARGS="--against F
 	$(PY) -m tests.golden build/golden.json $(ARGS)
 
 .PHONY: first-hour
-first-hour: $(STAMP)  ## six new users type what docs/first-hour says; ARGS="laptop --wheel FILE --out FILE"
+first-hour: $(STAMP)  ## new users type what docs/first-hour says; ARGS="laptop --debian bookworm" as root: a bare one
 	@$(call LOCK,first-hour) $(PY) -m tests.first_hour $(ARGS)
 
 docs-run: $(STAMP)  ## the shell blocks of README and docs/, in a fresh clone; minutes

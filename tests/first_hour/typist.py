@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -11,12 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.first_hour.machine import Host, Machine
 from tests.packaging.run_docs import ROOT, blocks, commands
 
 PAGES = ROOT / "docs" / "first-hour"
 READY_SECONDS = 600
-# What this environment has of a clone is not to be found in the reader's.
-HIDDEN = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
 
 
 class WentWrongError(Exception):
@@ -25,10 +25,34 @@ class WentWrongError(Exception):
 
 @dataclass
 class Step:
-    """A command as it was typed, and how long it took."""
+    """A command as it was typed, how long it took, and how long its programs computed.
+
+    A server's share of the processor is counted where it ends.
+    """
 
     typed: str
     seconds: float
+    processor_seconds: float = 0.0
+
+
+class Began:
+    """The clock, and the processor time of this process's children, when a command was typed."""
+
+    def __init__(self) -> None:
+        self._clock = time.monotonic()
+        self._processor = self._of_children()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._clock
+
+    def processor_seconds(self) -> float:
+        """Of those children that have ended since."""
+        return self._of_children() - self._processor
+
+    @staticmethod
+    def _of_children() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
 
 
 class Typist:
@@ -43,13 +67,18 @@ class Typist:
     instead
         What the reader types in the place of words that stand for something of theirs. Each must be
         on the page.
+    machine
+        Where the commands run.
     """
 
-    def __init__(self, page: str, folder: Path, instead: dict[str, str]):
+    def __init__(
+        self, page: str, folder: Path, instead: dict[str, str], machine: Machine | None = None
+    ):
         self.page = PAGES / f"{page}.md"
         self._folder = folder
         self._here = folder
         self._instead = instead
+        self._machine = machine or Host()
         self.steps: list[Step] = []
         self._said: list[str] = []
         self._servers: list[subprocess.Popen[bytes]] = []
@@ -61,7 +90,8 @@ class Typist:
         """The page's commands, in order, as this reader types them."""
         for block in blocks(self.page):
             for command in commands(block) if block.language == "text" else ():
-                yield self._replaced(command)
+                if not command.startswith(self._machine.left_out):
+                    yield self._replaced(command)
 
     def block(self, language: str) -> str:
         """The page's one block of that language."""
@@ -79,9 +109,9 @@ class Typist:
         if moved := re.fullmatch(r"cd (\S+)", command):
             self._here = self._here / moved[1]
         print(f"$ {command}", flush=True)
-        began = time.monotonic()
+        began = Began()
         done = subprocess.run(
-            self._shell(command), cwd=self._here, env=_environment(), text=True,
+            self._shell(command), env=self._machine.environment(), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         ) if not moved else subprocess.CompletedProcess(command, 0, "")  # fmt: skip
         self._note(command, began)
@@ -93,16 +123,16 @@ class Typist:
     def serve(self, command: str, until: str) -> None:
         """Types a command that goes on, in a terminal of its own; returns when it says `until`."""
         print(f"$ {command}", flush=True)
-        began = time.monotonic()
+        began = Began()
         log = self._folder / "server.log"
         with log.open("wb") as out:
             server = subprocess.Popen(
-                self._shell(command), cwd=self._here, env=_environment(), stdout=out,
+                self._shell(command), env=self._machine.environment(), stdout=out,
                 stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self._servers.append(server)
         while until not in log.read_text(errors="replace"):
-            if server.poll() is not None or time.monotonic() - began > READY_SECONDS:
+            if server.poll() is not None or began.seconds() > READY_SECONDS:
                 raise WentWrongError(f"{command}: must say {until!r}\n{log.read_text()}")
             time.sleep(0.2)
         self._said.append(log.read_text(errors="replace"))
@@ -125,7 +155,7 @@ class Typist:
         """Ends what `serve` began, as its terminal would."""
         while self._servers:
             server = self._servers.pop()
-            began = time.monotonic()
+            began = Began()
             if server.poll() is None:
                 os.killpg(server.pid, signal.SIGINT)
             status = server.wait(READY_SECONDS)
@@ -143,16 +173,17 @@ class Typist:
     def _shell(self, command: str) -> list[str]:
         """An environment that a command before has activated stays so."""
         active = next((p for p in (self._here, self._folder) if (p / "env").is_dir()), None)
-        before = f". {active}/env/bin/activate; " if active else ""
-        return ["bash", "-c", before + ("exec " if self._is_plain(command) else "") + command]
+        before = f". {self._machine.inside(active)}/env/bin/activate; " if active else ""
+        script = before + ("exec " if self._is_plain(command) else "") + command
+        return self._machine.command(script, self._here)
 
     @staticmethod
     def _is_plain(command: str) -> bool:
         """One program, which then has the shell's place: a signal reaches it alone."""
         return command.startswith("kvswap serve")
 
-    def _note(self, command: str, began: float) -> None:
-        self.steps.append(Step(command, time.monotonic() - began))
+    def _note(self, command: str, began: Began) -> None:
+        self.steps.append(Step(command, began.seconds(), began.processor_seconds()))
         print(f"  {self.steps[-1].seconds:.1f} s", flush=True)
 
     def _replaced(self, text: str) -> str:
@@ -164,10 +195,6 @@ class Typist:
 def _shape(line: str) -> str:
     """A line without its numbers and widths."""
     return re.sub(r"\d[\d.,]*", "#", " ".join(line.split()))
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in HIDDEN}
 
 
 def must_say(told: str, *wanted: str) -> None:

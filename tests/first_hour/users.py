@@ -6,9 +6,10 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.first_hour.machine import Host, Machine
 from tests.first_hour.pdf import book_pdf
 from tests.first_hour.typist import PAGES, Typist, WentWrongError, must_say
 from tests.packaging.run_docs import ROOT, blocks
@@ -24,10 +25,11 @@ GGUF_FOLDER = ROOT / "build" / "models" / "downloads"
 
 @dataclass(frozen=True)
 class Given:
-    """A wheel made from this tree, and the torch that it was made for."""
+    """A wheel made from this tree, the torch that it was made for, and where a reader types."""
 
     wheel: Path
     torch: str
+    machine: Machine = field(default_factory=Host)
 
     def words(self) -> dict[str, str]:
         """Of every page that installs a wheel."""
@@ -82,7 +84,8 @@ def _over_a_book(
     words = _pip_once(given.words()) | own | (more or {})
     words.pop("kvswap_torch-*.whl")
     wheel = {"$(ls kvswap_torch-*.whl)": str(given.wheel), "kvswap_torch-*.whl": str(given.wheel)}
-    reader = Typist(page, folder, {w: m for w, m in wheel.items() if w in _page(page)} | words)
+    words = {name: word for name, word in wheel.items() if name in _page(page)} | words
+    reader = Typist(page, folder, words, given.machine)
     try:
         _read(reader)
     finally:
@@ -121,7 +124,7 @@ def researcher(folder: Path, given: Given) -> Typist:
              "question": QUESTION, "answer": ANSWER}  # fmt: skip
     (folder / "x.jsonl").write_text(json.dumps(asked) + "\n", encoding="utf-8")
     own = {"--model DIR": f"--model {MODEL}"}
-    reader = Typist("researcher", folder, _pip_once(given.words()) | own)
+    reader = Typist("researcher", folder, _pip_once(given.words()) | own, given.machine)
     for command in reader.unread():
         told = reader.type(command)
         if command.startswith("kvswap compare"):
@@ -140,7 +143,7 @@ def cpp(folder: Path, given: Given) -> Typist:
     """A program of a few lines, found, linked and run."""
     words = _pip_once(given.words())
     words.pop("pip install torch")  # the page names the release itself
-    reader = Typist("cpp", folder, words)
+    reader = Typist("cpp", folder, words, given.machine)
     (folder / "CMakeLists.txt").write_text(reader.block("cmake"), encoding="utf-8")
     shown = [b.text for b in blocks(ROOT / "docs" / "cpp.md") if b.language == "cpp"]
     (folder / "main.cpp").write_text(shown[0], encoding="utf-8")
@@ -160,7 +163,8 @@ def operator(folder: Path, given: Given) -> Typist:
     own = {"--model DIR": f"--model {MODEL}", "8000": port, "--name NAME": "--name reference"}
     words = _pip_once(given.words()) | own
     words.pop("kvswap_torch-*.whl")
-    reader = Typist("operator", folder, {"$(ls kvswap_torch-*.whl)": str(given.wheel)} | words)
+    wheel = {"$(ls kvswap_torch-*.whl)": str(given.wheel)}
+    reader = Typist("operator", folder, wheel | words, given.machine)
     content = (folder / "book.txt").read_text(encoding="utf-8")
     question = {
         "model": "reference", "stream": True, "stream_options": {"include_usage": True},
