@@ -241,7 +241,7 @@ other-transformers: build  ## one test file on the oldest and the newest transfo
 version-matrix: build  ## every torch with every transformers, gigabytes and an hour; ARGS="--plan" says it all
 	@$(call LOCK,version-matrix) $(PY) -m tests.packaging.version_matrix $(ARGS)
 
-cuda-report: cuda-compile  ## registers, shared memory and spills of every CUDA kernel
+cuda-report: cuda-compile  ## registers, spills, warps and loads of every CUDA kernel, against those recorded
 	@$(PY) -m tests.gpu.report
 
 gpu-check:  ## on a machine with a GPU: build, tests/gpu, benchmarks, the demo (ARGS="--help")
