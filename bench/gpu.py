@@ -4,7 +4,9 @@ The ratio is bytes that the op must move, per second, by what a plain copy of as
 fast as a copy. An op is timed with CUDA events around one call through torch.ops, with the second
 cache emptied before, so the small launches of the torch layer are in it; kernel_ratio is of the
 time that a profile gives our own kernels alone. `predicted` is what a reading of the machine code
-expected before anything had run. What `--seconds` leaves no time for is named.
+expected before anything had run. Transfers of records from the host's memory are beside a copy from
+there instead: in one piece, and record by record or head by head as a loop of copies would. What
+`--seconds` leaves no time for is named.
 Decoding is measured by bench/gpu_decode.py.
 """
 
@@ -32,6 +34,11 @@ PREDICTED = {
     "select_groups": {"int8": "0.3", "": "0.6-0.8"},
     "top_k_groups": {"": "0.3-0.6"},
     "project_keys": {"": "0.15"},
+    # To a pinned copy of 55 GB/s. In one piece: the host gathers 64 MiB first, at some 20 GB/s.
+    # One by one: each copy is 8 us of the host's, for 16 KiB, or 2 KiB of a head; a head of NHD is
+    # eight rows, which the host gathers for each copy. None has run on a device.
+    "transfer_records": {"": "0.2-0.4"},
+    "transfer": {"NHD": "0.002-0.005", "head by head": "0.004-0.008", "": "0.03-0.06"},
 }
 PREDICTED_OTHERWISE = "0.8-0.95"
 Call = Callable[[], object]
@@ -67,22 +74,22 @@ def bytes_of(*tensors: torch.Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype)
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> torch.Tensor:
+    return torch.randn(shape, device=device, dtype=dtype)
 
 
-def select_cases(size: int) -> dict[str, tuple[Call, int]]:
+def select_cases(size: int, device: str = "cuda") -> dict[str, tuple[Call, int]]:
     """Score, ReduceMax, TopK and their fusion: groups of 4."""
     cases: dict[str, tuple[Call, int]] = {}
     for name, width, rank in (("bf16", 2, 64), ("bf16", 2, 32), ("int8", 1, 64)):
         blocks = size // (rank * 16 * width)
         scale = None
         if name == "int8":
-            summary = torch.randint(-127, 128, (1, blocks, rank, 16), device="cuda").char()
-            scale = torch.rand(1, blocks, 16, device="cuda")
+            summary = torch.randint(-127, 128, (1, blocks, rank, 16), device=device).char()
+            scale = torch.rand(1, blocks, 16, device=device)
         else:
-            summary = random(1, blocks, rank, 16)
-        query = random(1, 1, rank, dtype=torch.float32)
+            summary = random(1, blocks, rank, 16, device=device)
+        query = random(1, 1, rank, dtype=torch.float32, device=device)
         moved = bytes_of(summary)
         cases[f"low_rank_score {name} r{rank}"] = (
             lambda s=summary, q=query, c=scale: ops.low_rank_score(s, q, c),
@@ -92,7 +99,7 @@ def select_cases(size: int) -> dict[str, tuple[Call, int]]:
             lambda s=summary, q=query, c=scale: ops.select_groups(s, q[:, 0], 4, 400, c),
             moved,
         )
-    scores = random(16, size // 64, dtype=torch.float32)
+    scores = random(16, size // 64, dtype=torch.float32, device=device)
     cases["group_max 4"] = (lambda: ops.group_max(scores, 4), bytes_of(scores) * 5 // 4)
     cases["top_k_groups, 16 rows, k 400"] = (
         lambda: ops.top_k_groups(scores, 400),
@@ -101,16 +108,16 @@ def select_cases(size: int) -> dict[str, tuple[Call, int]]:
     return cases
 
 
-def record_cases(size: int) -> dict[str, tuple[Call, int]]:
+def record_cases(size: int, device: str = "cuda") -> dict[str, tuple[Call, int]]:
     """What moves records: 8 KV heads, head_dim 128, groups of 4; and fp8, the merge, K_lr."""
     tokens = size // (2 * 8 * 128 * 2)
-    nhd = [random(1, tokens, 8, 128).transpose(1, 2) for _ in range(2)]
-    hnd = [random(1, 8, tokens, 128) for _ in range(2)]
+    nhd = [random(1, tokens, 8, 128, device=device).transpose(1, 2) for _ in range(2)]
+    hnd = [random(1, 8, tokens, 128, device=device) for _ in range(2)]
     records = ops.pack_records(*hnd, 4)
-    table = torch.randperm(tokens // 4, device="cuda").int()[None, None]
+    table = torch.randperm(tokens // 4, device=device).int()[None, None]
     quantized, scales = ops.fp8_quantize(hnd[0])
-    sums = random(1, 8, tokens, dtype=torch.float32)
-    projection = random(8 * 128, 64, dtype=torch.float32)
+    sums = random(1, 8, tokens, dtype=torch.float32, device=device)
+    projection = random(8 * 128, 64, dtype=torch.float32, device=device)
     moved = bytes_of(*hnd)
     return {
         "pack_records from NHD": (lambda: ops.pack_records(*nhd, 4), 2 * moved),
@@ -134,7 +141,7 @@ def record_cases(size: int) -> dict[str, tuple[Call, int]]:
     }
 
 
-def attention_cases(size: int) -> dict[str, tuple[Call, int]]:
+def attention_cases(size: int, device: str = "cuda") -> dict[str, tuple[Call, int]]:
     """One query a sequence over all pages."""
     cases: dict[str, tuple[Call, int]] = {}
     for batch, ratio, head_dim, dtype in (
@@ -148,12 +155,12 @@ def attention_cases(size: int) -> dict[str, tuple[Call, int]]:
     ):
         width = torch.finfo(dtype).bits // 8
         pages = size // (batch * 8 * 2 * 4 * head_dim * width)
-        pool = random(batch * pages, 8, 2, 4, head_dim, dtype=dtype)
-        table = torch.randperm(batch * pages, device="cuda").int().view(batch, 1, pages)
-        masks = torch.full(table.shape, 15, device="cuda")
-        positions = (torch.arange(pages, device="cuda") * 4).int().expand(table.shape).contiguous()
-        at = torch.full((batch,), 4 * pages, device="cuda", dtype=torch.int32)
-        query = random(batch, 8 * ratio, 1, head_dim, dtype=dtype)
+        pool = random(batch * pages, 8, 2, 4, head_dim, dtype=dtype, device=device)
+        table = torch.randperm(batch * pages, device=device).int().view(batch, 1, pages)
+        masks = torch.full(table.shape, 15, device=device)
+        positions = (torch.arange(pages, device=device) * 4).int().expand(table.shape).contiguous()
+        at = torch.full((batch,), 4 * pages, device=device, dtype=torch.int32)
+        query = random(batch, 8 * ratio, 1, head_dim, dtype=dtype, device=device)
         given = (query, pool, table, masks, positions, at, head_dim**-0.5)
         name = f"paged_attention b{batch} gqa{ratio} d{head_dim} {str(dtype)[6:]}"
         cases[name] = (lambda a=given: ops.paged_attention(*a), bytes_of(pool))
@@ -161,6 +168,57 @@ def attention_cases(size: int) -> dict[str, tuple[Call, int]]:
         mass = name.replace("paged_attention", "attention_mass")
         cases[mass] = (lambda a=massed: ops.attention_mass(*a), bytes_of(pool) // 2)
     return cases
+
+
+def transfer_cases(size: int, device: str = "cuda") -> dict[str, tuple[Call, int]]:
+    """From the host's memory to the device's, at most 64 MiB; records as of `record_cases`.
+
+    In one piece by our op, and as a loop of copies of one record, or of one head of a record: with
+    HND records a head is one run of bytes, with NHD it is a row for each token.
+    """
+    count = max(1, min(size, 64 * MIB) // (8 * 2 * 4 * 128 * 2))
+    pinned = device != "cpu"
+    source = torch.randn(count, 8, 2, 4, 128).bfloat16()
+    nhd = source.permute(0, 2, 3, 1, 4).contiguous()  # [count, 2, tokens, kv_heads, head_dim]
+    if pinned:
+        source, nhd = source.pin_memory(), nhd.pin_memory()
+    target = torch.zeros_like(source, device=device)
+    slots = torch.randperm(count).int()
+    table, here = slots[None], torch.arange(count, dtype=torch.int32)[None]
+    order = slots.tolist()
+    fewer = max(1, count // 8)  # as many copies as there are records: an eighth of the bytes
+
+    def in_one_piece() -> torch.Tensor:
+        ops.transfer_records(source, target, table, here)
+        return target
+
+    def record_by_record() -> torch.Tensor:
+        for i, slot in enumerate(order):
+            target[i].copy_(source[slot], non_blocking=True)
+        return target
+
+    def head_by_head(pool: torch.Tensor, is_nhd: bool) -> torch.Tensor:
+        for i, slot in enumerate(order[:fewer]):
+            for head in range(8):
+                given = pool[slot, :, :, head] if is_nhd else pool[slot, head]
+                target[i, head].copy_(given, non_blocking=True)
+        return target[:fewer]
+
+    moved, of_fewer = bytes_of(source), bytes_of(source[:fewer])
+    return {
+        "transfer_records, in one piece": (in_one_piece, moved),
+        "transfer, record by record": (record_by_record, moved),
+        "transfer, head by head of HND": (lambda: head_by_head(source, False), of_fewer),
+        "transfer, head by head of NHD": (lambda: head_by_head(nhd, True), of_fewer),
+    }  # fmt: skip
+
+
+def host_bandwidth(size: int, flush: torch.Tensor, repeats: int) -> float:
+    """Bytes per second of one copy from pinned memory to the device."""
+    source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(size, dtype=torch.uint8, device="cuda")
+    call = lambda: target.copy_(source, non_blocking=True)  # noqa: E731
+    return size / seconds_of(call, flush, repeats)
 
 
 def copy_bandwidth(size: int, flush: torch.Tensor, repeats: int) -> float:
@@ -221,7 +279,7 @@ def measure(sizes: list[int], repeats: int, seconds: float, path: Path | None) -
     results: dict[str, Any] = {"ceilings": ceilings(flush, repeats), "rows": [], "left_out": []}
     print(*results["ceilings"].items(), flush=True)
     for size in sizes:
-        for make in (attention_cases, select_cases, record_cases):
+        for make in (attention_cases, select_cases, record_cases, transfer_cases):
             if time.perf_counter() - began > seconds:
                 results["left_out"].append(f"{size} MiB, {make.__name__}: time")
                 continue
@@ -231,7 +289,8 @@ def measure(sizes: list[int], repeats: int, seconds: float, path: Path | None) -
                     continue
                 took = seconds_of(call, flush, repeats)
                 in_kernels = kernel_seconds(call, flush)
-                copy = copy_bandwidth(moved, flush, repeats)
+                bandwidth = host_bandwidth if make is transfer_cases else copy_bandwidth
+                copy = bandwidth(moved, flush, repeats)
                 row = row_of(name, size, moved, took, in_kernels, copy)
                 results["rows"].append(row)
                 print(f"{size:5} MiB  {name:42} {row['gb_per_s']:8} GB/s  ratio {row['ratio']},"

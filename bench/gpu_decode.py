@@ -9,7 +9,9 @@ device's memory, written in place and attended by a flash kernel without a mask.
 transformers' own for what does not fit: all of it in the host's memory, a layer copied to the
 device at a time. Random choices are our worst case, nothing is selected twice; `kvswap-text`
 selects, and predicts, what SmolLM2 did in a text. What does not fit in memory or in `--seconds` is
-named under "skipped". `--device cpu --tiny` shows in seconds that the script works.
+named under "skipped"; `--memory-gib 16` leaves out what a card of so much could not hold, which at
+batch 32 are all peers but `offloaded`. Rows say what bench/gpu_predicted.py expected of them.
+`--device cpu --tiny` shows in seconds that the script works.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from bench import machine
 from bench.contenders import kv_file_size
 from bench.full_restore import FullRestoreCache
+from bench.gpu_predicted import predicted
 from bench.kv_file import KvFile
 from bench.shapes import SHAPES, Shape, make_model
 from kvswap_torch import KVSwapCache, SwapConfig
@@ -107,7 +110,7 @@ def cases(tiny: bool) -> list[Case]:
     small, large = replace(SHAPES["1b"], layers=4), SHAPES["8b-layers"]
     grid = [Case("8b-layers", large, 32768, batch) for batch in (8, 1)]
     grid += [Case("8b-layers", large, 131072, 1)]
-    grid += [Case("8b-layers", large, 32768, batch) for batch in (16, 4)]
+    grid += [Case("8b-layers", large, 32768, batch) for batch in (16, 4, 32)]
     for context in (32768, 16384, 8192):
         grid += [Case("1b", small, context, batch) for batch in (1, 4, 8, 16)]
     return grid
@@ -295,6 +298,8 @@ def measure(
         "fill_seconds": round(filled - began, 2),
         "kv_bytes_full": case.kv_bytes,
     }
+    if expected := predicted(case.shape_name, case.context, case.batch, name):
+        row["predicted"] = expected
     return row | ({"stats": account} if account else {})
 
 
@@ -317,12 +322,18 @@ def _account(before: Any, stats: Any, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def fits(name: str, case: Case, device: torch.device) -> bool:
+def room_on(device: torch.device, memory_gib: float | None) -> float:
+    """Bytes that a cache may take: what is free, or less if a smaller card is asked for."""
+    limit = float("inf") if memory_gib is None else memory_gib * 2**30
+    free = float("inf") if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    return min(free, limit)
+
+
+def fits(name: str, case: Case, room: float) -> bool:
     """Whether a cache that is whole in memory, twice while it grows, leaves room for the model."""
-    if device.type == "cpu" or name in OURS or name == "offloaded":
+    if name in OURS or name in ("offloaded", "restore"):
         return True
-    free, _ = torch.cuda.mem_get_info(device)
-    return (1.3 if name == "inplace" else 2.5) * case.kv_bytes < free
+    return (1.3 if name == "inplace" else 2.5) * case.kv_bytes < room
 
 
 def parse() -> argparse.Namespace:
@@ -334,6 +345,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a small model and short contexts")
     parser.add_argument("--steps", type=int, default=24, help="tokens to decode with each cache")
     parser.add_argument("--seconds", type=float, default=220, help="no row begins after so long")
+    parser.add_argument("--memory-gib", type=float, help="count no more of the device's memory")
     parser.add_argument(
         "--path", type=Path, default=Path("."), help="folder on the disk to measure"
     )
@@ -364,7 +376,7 @@ def main() -> None:
             gc.collect()
             if time.perf_counter() - began > args.seconds:
                 skipped.append(setting | {"why": "time"})
-            elif not fits(name, case, device):
+            elif not fits(name, case, room_on(device, args.memory_gib)):
                 skipped.append(setting | {"why": "memory"})
             else:
                 if case.shape_name not in models:

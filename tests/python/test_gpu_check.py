@@ -1,8 +1,10 @@
 """`make gpu-check` where there is no GPU: its time, and what it must do without."""
 
+import json
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from bench import gpu, gpu_decode
+from bench.gpu_predicted import PREDICTED, predicted
 from kvswap_torch import KVSwapCache
 from tests.gpu import check, prebuilt, test_engine
 from tests.python.tiny_models import forward, greedy, prompt, tiny_model
@@ -153,6 +156,78 @@ def test_every_row_of_ops_has_a_prediction() -> None:
     assert gpu.predicted("paged_attention b1 gqa4 d256 bfloat16") == "0.7"
     assert gpu.predicted("top_k_groups, 16 rows, k 400") == "0.3-0.6"
     assert gpu.predicted("paged_gather") == gpu.PREDICTED_OTHERWISE
+    expected = {name: gpu.predicted(name) for name in gpu.transfer_cases(1, "cpu")}
+    assert len(set(expected.values())) == 4 and gpu.PREDICTED_OTHERWISE not in expected.values()
+
+
+@pytest.mark.parametrize(
+    "make", [gpu.attention_cases, gpu.select_cases, gpu.record_cases, gpu.transfer_cases]
+)
+def test_every_row_of_ops_runs(make) -> None:
+    for name, (call, moved) in make(gpu.MIB, "cpu").items():
+        assert moved > 0, name
+        result = call()
+        tensors = [result] if isinstance(result, torch.Tensor) else result
+        for tensor in tensors:
+            if tensor.is_floating_point() and tensor.numel():
+                assert tensor.float().isfinite().any(), name
+
+
+def test_all_ways_of_a_transfer_bring_the_same() -> None:
+    torch.manual_seed(3)
+    results = []
+    for name in gpu.transfer_cases(1, "cpu"):
+        torch.manual_seed(3)
+        call, moved = gpu.transfer_cases(gpu.MIB, "cpu")[name]
+        results.append(call())
+        assert moved == gpu.bytes_of(results[-1]), name
+    assert results[0].any()
+    for result in results[1:]:
+        assert torch.equal(result, results[0][: len(result)])
+
+
+def test_every_row_of_a_large_model_has_a_prediction() -> None:
+    large = [case for case in gpu_decode.cases(tiny=False) if case.shape_name == "8b-layers"]
+    assert len(large) == len(PREDICTED)
+    for case in large:
+        for name in gpu_decode.OURS:
+            expected = predicted(case.shape_name, case.context, case.batch, name)
+            low, high = (float(part) for part in expected["ratio"].split("-"))
+            assert 0 < low < high and expected["peer"] in gpu_decode.CONTENDERS
+    assert predicted("8b-layers", 32768, 8, "inplace") is None
+    assert predicted("1b", 32768, 8, "kvswap") is None
+
+
+def test_a_full_cache_that_does_not_fit_is_left_out() -> None:
+    (case,) = [case for case in gpu_decode.cases(tiny=False) if case.batch == 32]
+    device = torch.device("cpu")
+    fitting = {
+        gib: {name for name in gpu_decode.CONTENDERS
+              if gpu_decode.fits(name, case, gpu_decode.room_on(device, gib))}
+        for gib in (16, 24, None)
+    }  # fmt: skip
+    assert case.kv_bytes == 16 * 2**30
+    assert fitting[16] == {*gpu_decode.OURS, "offloaded", "restore"}
+    assert fitting[24] == fitting[16] | {"inplace"}
+    assert fitting[None] == set(gpu_decode.CONTENDERS)
+
+
+def test_a_run_writes_what_was_expected_and_what_was_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = gpu_decode.Case("8b-layers", gpu_decode.Shape(1, 64, 4, 2, 64, 128), 32768, 1)
+    monkeypatch.setattr(gpu_decode, "cases", lambda tiny: [replace(case, context=512)])
+    monkeypatch.setitem(PREDICTED, (512, 1), PREDICTED[32768, 1])
+    out = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", [
+        "gpu_decode", "--device", "cpu", "--steps", "4", "--memory-gib", "0.0001", "--path",
+        str(tmp_path), "--json", str(out), "--only", "kvswap", "inplace",
+    ])  # fmt: skip
+    gpu_decode.main()
+    written = json.loads(out.read_text())
+    (row,), (skipped,) = written["rows"], written["skipped"]
+    assert row["predicted"] == {"peer": "inplace", "ratio": "2-2.5"}
+    assert (skipped["cache"], skipped["why"]) == ("inplace", "memory")
 
 
 @pytest.mark.parametrize("keeper", test_engine.RETAINING, ids=lambda keeper: keeper["keeper"])
