@@ -1,18 +1,21 @@
 """Writes the tables of docs/gpu.md from tests/gpu/results: ``python -m bench.gpu_table``.
 
 Each stands between `<!-- gpu:NAME -->` and `<!-- /gpu:NAME -->`; what is between them is replaced.
+README's paragraph stands so too.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tests" / "gpu" / "results"
 PAGE = ROOT / "docs" / "gpu.md"
+README = ROOT / "README.md"
 OURS = {
     "kvswap": "100 groups",
     "kvswap-k400": "400 groups",
@@ -100,15 +103,59 @@ def facts(result: dict[str, Any]) -> str:
     return table(["what", "value"], rows)
 
 
-def written(text: str, result: dict[str, Any]) -> str:
+def from_in_place(result: dict[str, Any], place: str) -> list[float]:
+    """A step of each of ours there by a step of the cache in place, which is measured once."""
+    rows = [row for part in result["decode"].values() for row in part.get("rows", [])]
+    peers = {(row["shape"], row["context"], row["batch"]): row["ms_median"]
+             for row in rows if row["cache"] == "inplace"}  # fmt: skip
+    found = []
+    for row in result["decode"][place].get("rows", []):
+        peer = peers.get((row["shape"], row["context"], row["batch"]))
+        if row["cache"] in OURS and peer:
+            found.append(row["ms_median"] / peer)
+    return sorted(found)
+
+
+def in_short(result: dict[str, Any]) -> str:
+    """README's paragraph: what ran, and how far a step is from a cache in the device's memory."""
+    failed = [row["step"] for row in result["steps"] if row["outcome"] != "ok"]
+    passed = f"all but {', '.join(failed)} of the" if failed else f"all {len(result['steps'])}"
+    places = []
+    for place in result["decode"]:
+        if found := from_in_place(result, place):
+            places.append(f"{found[0]:.1f} to {found[-1]:.1f} times with records on {place}")
+    slower = "; ".join(places).replace("on memory", "in memory")
+    return (
+        f"On a GPU {passed} steps of `make gpu-check` that ran passed on {result['date']}: "
+        f"{result['device']}, "
+        f"torch {result['torch']}.\nA decoding step takes longer there than with a cache in the "
+        f"GPU's memory, written in place and attended by flash:\n{slower}. "
+        "[On a GPU](docs/gpu.md) has each row."
+    )
+
+
+TABLES = {"facts": facts, "steps": steps, "ops": ops, "decode": decode}
+
+
+def written(
+    text: str,
+    result: dict[str, Any],
+    tables: dict[str, Callable[[dict[str, Any]], str]] = TABLES,
+    page: str = PAGE.name,
+) -> str:
     """The page with its tables made anew."""
-    for name, make in (("facts", facts), ("steps", steps), ("ops", ops), ("decode", decode)):
+    for name, make in tables.items():
         marked = re.compile(f"(<!-- gpu:{name} -->\n).*?(<!-- /gpu:{name} -->)", re.DOTALL)
         made = make(result)
         text, count = marked.subn(lambda m, made=made: f"{m[1]}{made}\n{m[2]}", text)
         if count != 1:
-            raise SystemExit(f"gpu_table: {PAGE.name} must have one pair of markers gpu:{name}")
+            raise SystemExit(f"gpu_table: {page} must have one pair of markers gpu:{name}")
     return text
+
+
+def readme(text: str, result: dict[str, Any]) -> str:
+    """README with its paragraph made anew."""
+    return written(text, result, {"in_short": in_short}, README.name)
 
 
 def latest() -> dict[str, Any]:
@@ -117,7 +164,8 @@ def latest() -> dict[str, Any]:
 
 
 def main() -> None:
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), latest()), encoding="utf-8")
+    for path, make in ((PAGE, written), (README, readme)):
+        path.write_text(make(path.read_text(encoding="utf-8"), latest()), encoding="utf-8")
 
 
 if __name__ == "__main__":
