@@ -1,14 +1,13 @@
 """Writes the tables of docs/gpu.md from tests/gpu/results: ``python -m bench.gpu_table``.
 
 Each stands between `<!-- gpu:NAME -->` and `<!-- /gpu:NAME -->`; what is between them is replaced.
-README's paragraph stands so too.
+README's line about GPUs is replaced too.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tests" / "gpu" / "results"
 PAGE = ROOT / "docs" / "gpu.md"
 README = ROOT / "README.md"
+README_BEGIN = "- [On a GPU](docs/gpu.md): "
 OURS = {
     "kvswap": "100 groups",
     "kvswap-k400": "400 groups",
@@ -117,7 +117,7 @@ def from_in_place(result: dict[str, Any], place: str) -> list[float]:
 
 
 def in_short(result: dict[str, Any]) -> str:
-    """README's paragraph: what ran, and how far a step is from a cache in the device's memory."""
+    """README's line: what ran, and how far a step is from a cache in the device's memory."""
     failed = [row["step"] for row in result["steps"] if row["outcome"] != "ok"]
     passed = f"all but {', '.join(failed)} of the" if failed else f"all {len(result['steps'])}"
     places = []
@@ -126,36 +126,31 @@ def in_short(result: dict[str, Any]) -> str:
             places.append(f"{found[0]:.1f} to {found[-1]:.1f} times with records on {place}")
     slower = "; ".join(places).replace("on memory", "in memory")
     return (
-        f"On a GPU {passed} steps of `make gpu-check` that ran passed on {result['date']}: "
-        f"{result['device']}, "
-        f"torch {result['torch']}.\nA decoding step takes longer there than with a cache in the "
-        f"GPU's memory, written in place and attended by flash:\n{slower}. "
-        "[On a GPU](docs/gpu.md) has each row."
+        f"{README_BEGIN}{passed} steps of `make gpu-check` that ran passed on {result['device']} "
+        f"({result['date']}); a decoding step takes longer than with a cache in its memory, in "
+        f"place and attended by flash: {slower}"
     )
 
 
-TABLES = {"facts": facts, "steps": steps, "ops": ops, "decode": decode}
-
-
-def written(
-    text: str,
-    result: dict[str, Any],
-    tables: dict[str, Callable[[dict[str, Any]], str]] = TABLES,
-    page: str = PAGE.name,
-) -> str:
+def written(text: str, result: dict[str, Any]) -> str:
     """The page with its tables made anew."""
-    for name, make in tables.items():
+    for name, make in (("facts", facts), ("steps", steps), ("ops", ops), ("decode", decode)):
         marked = re.compile(f"(<!-- gpu:{name} -->\n).*?(<!-- /gpu:{name} -->)", re.DOTALL)
         made = make(result)
         text, count = marked.subn(lambda m, made=made: f"{m[1]}{made}\n{m[2]}", text)
         if count != 1:
-            raise SystemExit(f"gpu_table: {page} must have one pair of markers gpu:{name}")
+            raise SystemExit(f"gpu_table: {PAGE.name} must have one pair of markers gpu:{name}")
     return text
 
 
 def readme(text: str, result: dict[str, Any]) -> str:
-    """README with its paragraph made anew."""
-    return written(text, result, {"in_short": in_short}, README.name)
+    """README with its line made anew."""
+    lines = text.splitlines(keepends=True)
+    at = [i for i, line in enumerate(lines) if line.startswith(README_BEGIN)]
+    if len(at) != 1:
+        raise SystemExit(f"gpu_table: {README.name} must have one line of {README_BEGIN!r}")
+    lines[at[0]] = in_short(result) + "\n"
+    return "".join(lines)
 
 
 def latest() -> dict[str, Any]:

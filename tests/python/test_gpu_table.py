@@ -1,4 +1,4 @@
-"""docs/gpu.md's tables and README's paragraph are what the results on a GPU say."""
+"""docs/gpu.md's tables and README's line are what the results on a GPU say."""
 
 import copy
 from typing import Any
@@ -32,13 +32,13 @@ def test_a_step_is_compared_with_the_cache_in_place_of_the_same_batch() -> None:
     text = gpu_table.in_short(RESULT)
     assert "2.0 to 5.0 times with records in memory (tmpfs)" in text
     assert "10.0 to 10.0 times with records on local disk" in text
-    assert "On a GPU all 2 steps of `make gpu-check` that ran passed on 2026-11-26: A card" in text
+    assert "all 2 steps of `make gpu-check` that ran passed on A card (2026-11-26)" in text
 
 
 def test_a_step_that_failed_is_named() -> None:
     failed = copy.deepcopy(RESULT)
     failed["steps"][1]["outcome"] = "failed (1)"
-    assert "On a GPU all but demo of the steps of" in gpu_table.in_short(failed)
+    assert "all but demo of the steps of" in gpu_table.in_short(failed)
 
 
 def test_the_pages_have_what_the_latest_result_says() -> None:
@@ -48,6 +48,6 @@ def test_the_pages_have_what_the_latest_result_says() -> None:
         assert make(text, result) == text, f"{path.name}: python -m bench.gpu_table"
 
 
-def test_a_page_without_its_markers_is_refused() -> None:
-    with pytest.raises(SystemExit, match="README.md must have one pair of markers gpu:in_short"):
+def test_a_page_without_its_line_is_refused() -> None:
+    with pytest.raises(SystemExit, match="README.md must have one line of"):
         gpu_table.readme("nothing", RESULT)
