@@ -232,7 +232,11 @@ locked-cuda:
 MAY_SKIP = $(if $(CI),,--may-skip)
 
 oldest-torch: $(STAMP)  ## syntax against the oldest promised torch's headers: 80 MB fetched once
-	@$(call LOCK,oldest-torch) $(PY) -m tests.packaging.oldest_torch $(ARGS)
+	@$(call LOCK,oldest-torch) $(PY) -m tests.packaging.oldest_torch oldest $(ARGS)
+
+.PHONY: newest-torch
+newest-torch: $(STAMP)  ## the same against the newest torch that was tested: 139 MB fetched once
+	@$(call LOCK,oldest-torch) $(PY) -m tests.packaging.oldest_torch newest $(ARGS)
 
 other-transformers: build  ## one test file on the oldest and the newest transformers: 25 MB fetched once
 	@$(call LOCK,other-transformers) $(PY) -m tests.packaging.other_transformers $(ARGS)
@@ -271,6 +275,7 @@ test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 	@$(SUB) sanitize-short
 	@$(SUB) cuda-compile
 	@$(SUB) oldest-torch ARGS=$(MAY_SKIP)
+	@$(SUB) newest-torch ARGS=$(MAY_SKIP)
 	@$(SUB) torch-test
 	@$(SUB) libtorch-example
 	KVSWAP_KNOWN_SKIPS=1 $(BESIDE) $(ARGS)

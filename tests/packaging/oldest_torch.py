@@ -1,11 +1,12 @@
-"""Compiles all that includes torch against the oldest torch that is promised, its syntax alone.
+"""Compiles all that includes torch against the ends of the range promised, its syntax alone.
 
-    python -m tests.packaging.oldest_torch [--may-skip]
+    python -m tests.packaging.oldest_torch [oldest] [newest] [--may-skip]
 
-is what ``make oldest-torch`` runs. The headers come once, into build/oldest-torch, from the
-smallest wheel of that release (80 MB: the one for macOS, with the headers of CUDA's part too);
-nothing of it is linked or run. The files are compiled as two, which takes a tenth of the time;
-where they cannot be, since two use one name, or where one is wrong, each is compiled by itself.
+is what ``make oldest-torch`` and ``make newest-torch`` run. The headers come once, into
+build/oldest-torch, from the smallest wheel of a release (80 and 139 MB: the one for macOS, with the
+headers of CUDA's part too); nothing of it is linked or run. The files of a folder are compiled as
+one, which takes a tenth of the time; where they cannot be, since two use one name, or where one is
+wrong, each is compiled by itself.
 
 With --may-skip, as in ``make test`` outside of CI, headers that cannot be had are said in one line.
 """
@@ -25,7 +26,10 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-WHEEL_OF = ("--platform", "macosx_11_0_arm64", "--python-version", "3.11")
+NEWEST = "2.15.0"  # that was tested: pyproject.toml's range has no end
+# torch's wheels for macOS are of 11 until 2.11 and of 14 since.
+WHEEL_OF = ("--platform", "macosx_11_0_arm64", "--platform", "macosx_14_0_arm64",
+            "--python-version", "3.11")  # fmt: skip
 # What a build defines where it matters; the CUDA glue finds no configured header of c10/cuda.
 DEFINES = ("TORCH_EXTENSION_NAME=_C", "KVSWAP_HAS_CUDA=0", "C10_CUDA_NO_CMAKE_CONFIGURE_FILE")
 
@@ -45,6 +49,24 @@ def oldest() -> str:
     return begin if begin.count(".") == 2 else f"{begin}.0"
 
 
+def download(release: str, folder: str) -> None:
+    """That torch's wheel into `folder`; NotToBeHad with pip's reason."""
+    pip = [*(sys.executable, "-m", "pip", "--disable-pip-version-check"), "download", "-q"]
+    pip += ["--retries", "2", "--no-deps", "--only-binary", ":all:", *WHEEL_OF, "-d", folder]
+    # pip's files of settings may limit torch to releases older than the one to test.
+    for environment in ({}, {"PIP_CONFIG_FILE": os.devnull}):
+        done = subprocess.run(
+            [*pip, f"torch=={release}"],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode == 0:
+            return
+    told = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    raise NotToBeHad(told[-1] if told else f"pip ended with {done.returncode}")
+
+
 def headers(release: str) -> Path:
     """The folder ``include`` of that torch, fetched if it is not there."""
     folder = ROOT / "build" / "oldest-torch" / release
@@ -52,13 +74,8 @@ def headers(release: str) -> Path:
         return folder / "torch" / "include"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
-        print(f"oldest-torch: fetching torch {release} for its headers (80 MB, once)", flush=True)
-        pip = [*(sys.executable, "-m", "pip", "--disable-pip-version-check"), "download", "-q"]
-        pip += ["--retries", "2", "--no-deps", "--only-binary", ":all:", *WHEEL_OF, "-d", name]
-        done = subprocess.run([*pip, f"torch=={release}"], capture_output=True, text=True)
-        if done.returncode:
-            told = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-            raise NotToBeHad(told[-1] if told else f"pip ended with {done.returncode}")
+        print(f"oldest-torch: fetching torch {release} for its headers (once)", flush=True)
+        download(release, name)
         (wheel,) = Path(name).glob("*.whl")
         with zipfile.ZipFile(wheel) as packed:
             wanted = [each for each in packed.namelist() if each.startswith("torch/include/")]
@@ -98,19 +115,11 @@ def compile_all(parts: list[list[Path]], flags: list[str], scratch: Path) -> lis
         return [told for told in pool.map(lambda path: compile_one(path, flags), doubtful) if told]
 
 
-def main() -> int:
-    release = oldest()
-    try:
-        include = headers(release)
-    except NotToBeHad as why:
-        if "--may-skip" in sys.argv[1:]:
-            print(f"oldest-torch: skipped, torch {release} is not to be had ({why}); when it is: "
-                  "make oldest-torch")  # fmt: skip
-            return 0
-        print(f"oldest-torch: torch {release} must be fetched and cannot be: {why}")
-        return 1
+def check(release: str) -> int:
+    """How many files are wrong against that torch; NotToBeHad where it cannot be fetched."""
+    include = headers(release)
     system = [include, include / "torch/csrc/api/include", sysconfig.get_path("include")]
-    parts = [sorted([*ROOT.glob("csrc/torch/*.cpp"), *ROOT.glob("csrc/python/*.cpp")])]
+    parts = [sorted(ROOT.glob(f"csrc/{folder}/*.cpp")) for folder in ("torch", "python")]
     toolkit = cuda_headers()
     if toolkit is not None:
         system.append(toolkit)
@@ -126,8 +135,28 @@ def main() -> int:
     count = sum(map(len, parts))
     without = "" if toolkit else "; without the CUDA glue, since there is no toolkit"
     print(f"oldest-torch: {count} files against torch {release}, {len(errors)} wrong{without}")
-    return 1 if errors else 0
+    return len(errors)
+
+
+def main(arguments: list[str]) -> int:
+    ends = {"oldest": oldest(), "newest": NEWEST}
+    asked = [name for name in arguments if name != "--may-skip"]
+    if unknown := sorted(set(asked) - set(ends)):
+        print(f"oldest-torch: must be asked for oldest or newest, got {', '.join(unknown)}")
+        return 2
+    failed = 0
+    for name in asked or ends:
+        try:
+            failed |= check(ends[name]) > 0
+        except NotToBeHad as why:
+            if "--may-skip" in arguments:
+                print(f"oldest-torch: skipped, torch {ends[name]} is not to be had ({why}); when "
+                      f"it is: make {name}-torch")  # fmt: skip
+                continue
+            print(f"oldest-torch: torch {ends[name]} must be fetched and cannot be: {why}")
+            failed = 1
+    return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -21,7 +21,7 @@ from setuptools import find_namespace_packages
 import kvswap_torch
 from kvswap_torch import native
 from kvswap_torch.elf_symbols import SharedLibrary
-from tests.packaging import oldest_torch, other_transformers
+from tests.packaging import oldest_torch, other_transformers, version_matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -175,6 +175,45 @@ def test_files_of_the_oldest_torch_are_compiled_at_once_or_one_by_one(tmp_path: 
     assert "wrong.cpp:1" in told and "nothing_of_that_name" in told
 
 
+def test_both_ends_of_torchs_range_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    releases = (oldest_torch.oldest(), oldest_torch.NEWEST)
+    assert releases == (version_matrix.TORCHES[0], version_matrix.TORCHES[-1])
+    seen: list[str] = []
+    wrong = {releases[1]: 2}
+
+    def check(release: str) -> int:
+        seen.append(release)
+        return wrong.get(release, 0)
+
+    monkeypatch.setattr(oldest_torch, "check", check)
+    assert oldest_torch.main(["oldest"]) == 0 and oldest_torch.main(["newest"]) == 1
+    assert oldest_torch.main([]) == 1 and seen == [*releases, *releases]
+    assert oldest_torch.main(["middle"]) == 2
+    assert "must be asked for oldest or newest, got middle" in capsys.readouterr().out
+
+
+def test_headers_that_cannot_be_had_are_an_error_unless_they_may_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked: list[str | None] = []
+
+    def run(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
+        asked.append(env.get("PIP_CONFIG_FILE"))
+        return subprocess.CompletedProcess(command, 1, "", "warning\nERROR: no such release\n")
+
+    monkeypatch.delenv("PIP_CONFIG_FILE", raising=False)
+    monkeypatch.setattr(oldest_torch.subprocess, "run", run)
+    monkeypatch.setattr(oldest_torch, "ROOT", tmp_path)
+    monkeypatch.setattr(oldest_torch, "oldest", lambda: "2.11.0")
+    assert oldest_torch.main(["newest"]) == 1
+    assert asked == [None, os.devnull], "as pip is set up, and then without its settings"
+    assert "must be fetched and cannot be: ERROR: no such release" in capsys.readouterr().out
+    assert oldest_torch.main(["newest", "--may-skip"]) == 0
+    assert "when it is: make newest-torch" in capsys.readouterr().out
+
+
 def test_the_page_of_versions_has_the_ranges_that_are_installed() -> None:
     page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
     project: dict[str, Any] = PYPROJECT["project"]
@@ -193,7 +232,8 @@ def test_the_page_of_versions_has_the_ranges_that_are_installed() -> None:
         assert f"{name} {pinned[name]}" in page
     for release in (other_transformers.oldest(), other_transformers.NEWEST):
         assert f"transformers {release}" in page
-    assert f"torch {oldest_torch.oldest()}" in page
+    for release in (oldest_torch.oldest(), oldest_torch.NEWEST):
+        assert f"torch {release}" in page
 
 
 def test_an_unbuilt_tree_says_so_when_the_library_is_needed(
