@@ -3,7 +3,7 @@
     python -m tests.packaging.run_docs [--into FOLDER]
 
 The clone sets itself up from nothing, so this takes minutes and needs the package index. `NEVER`
-has what is left out, with the reason; what several pages say is run once.
+and `OWN_MODEL` have what is left out, with the reason; what several pages say is run once.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ NEVER = {
     "make release": "sets a tag; test_public_files.py tries it on a repository of its own",
     "make sanitize": "runs in CI beside this",
     "make faults": "minutes each, and the soak an hour",
+}
+# The same, of commands that `tests/python/docs_reader.py` types with a small model.
+OWN_MODEL = {
     "kvswap generate --model DIR": "needs a model of the reader's own",
     "torchrun": "needs a model of the reader's own",
     "python -m examples.batch": "needs a model of the reader's own",
@@ -74,8 +77,9 @@ def readme_program() -> str:
 
 
 def commands(block: Block) -> list[str]:
-    """The block's commands: continued lines joined, comments left out."""
+    """The block's commands: continued lines and those of quoted JSON joined, comments left out."""
     joined = re.sub(r"\\\n\s*", "", block.text)
+    joined = re.sub(r"'\{[^']*'", lambda quoted: quoted[0].replace("\n", " "), joined)
     lines = (re.sub(r"\s+# .*$", "", line).strip() for line in joined.splitlines())
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -125,7 +129,7 @@ def main() -> None:
         subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
         # What every page supposes: the environment in .venv, the libraries built.
         subprocess.run(["make", "-s", "build"], cwd=clone, check=True)
-        left_out = dict(NEVER)
+        left_out = NEVER | OWN_MODEL
         for page in PAGES:
             for block in blocks(clone / page.relative_to(ROOT)):
                 if block.language == "sh":

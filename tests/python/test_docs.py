@@ -1,8 +1,7 @@
-"""README and docs/: what they link to is there, what they tell to type works.
+"""README and docs/: what they link to is there, and their tables have what the code has.
 
-A shell block is run command by command; those that are not cheap stand in `NOT_HERE` with the
-reason, and `python -m tests.packaging.run_docs` runs more of them in a fresh
-clone.
+`test_docs_typed.py` types the commands and `test_docs_python.py` executes the Python;
+`python -m tests.packaging.run_docs` types in a fresh clone.
 """
 
 from __future__ import annotations
@@ -16,26 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.first_hour.users import USERS
-from tests.packaging.run_docs import NEVER, PAGES, ROOT, Block, blocks, commands, run_block, scripts
+from tests.packaging.run_docs import PAGES, ROOT, Block, blocks
 
 README_LINES_MAX = 150
 LANGUAGES = {"sh", "python", "cpp", "cmake", "text", "output"}
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-# First words of a command -> why it is not run by this test.
-NOT_HERE = NEVER | {
-    "make demo": "minutes; the demo is run by itself",
-    "make build": "has been done where this test runs",
-    "make docs": "make test runs it",
-    "make libtorch-example": "make test runs it",
-    "make cpp-test": "make test runs it",
-    "make py-test": "make test runs it",
-    "make format": "rewrites the sources",
-    "make cuda-compile": "make test runs it",
-    "pip install": "make wheel-check builds and installs the wheel",
-}
 BLOCKS = [block for page in PAGES for block in blocks(page)]
-SHELL = [block for block in BLOCKS if block.language == "sh"]
-CHEAP = [b for b in SHELL if not all(c.startswith(tuple(NOT_HERE)) for c in commands(b))]
 
 
 def anchors(text: str) -> set[str]:
@@ -82,18 +67,6 @@ def test_every_block_says_its_language_and_python_parses(block: Block) -> None:
         if isinstance(node, ast.ImportFrom):
             module = importlib.import_module(node.module)
             assert all(hasattr(module, alias.name) for alias in node.names)
-
-
-@pytest.mark.parametrize("block", CHEAP, ids=lambda block: block.name)
-def test_shell_blocks_run_as_they_stand(block: Block, tmp_path: Path) -> None:
-    assert run_block(block, ROOT, scripts(tmp_path), NOT_HERE)
-
-
-def test_some_blocks_are_run_and_every_reason_is_used() -> None:
-    assert len(CHEAP) >= 3
-    told = [command for block in SHELL for command in commands(block)]
-    spare = [start for start in NOT_HERE if not any(c.startswith(start) for c in told)]
-    assert spare == []
 
 
 def test_the_table_of_presets_has_each_in_one_row() -> None:
