@@ -275,7 +275,7 @@ test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 	@$(SUB) sanitize-short
 	@$(SUB) cuda-compile
 	@$(SUB) oldest-torch ARGS=$(MAY_SKIP)
-	@$(SUB) newest-torch ARGS=$(MAY_SKIP)
+	@$(SUB) newest-torch ARGS=--may-skip
 	@$(SUB) torch-test
 	@$(SUB) libtorch-example
 	KVSWAP_KNOWN_SKIPS=1 $(BESIDE) $(ARGS)
