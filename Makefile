@@ -246,7 +246,7 @@ version-matrix: build  ## every torch with every transformers, gigabytes and an 
 	@$(call LOCK,version-matrix) $(PY) -m tests.packaging.version_matrix $(ARGS)
 
 cuda-report: cuda-compile  ## registers, spills, warps and loads of every CUDA kernel, against those recorded
-	@$(PY) -m tests.gpu.report
+	@$(PY) -m tests.gpu.report $(ARGS)
 
 gpu-check:  ## on a machine with a GPU: build, tests/gpu, benchmarks, the demo (ARGS="--help")
 	@python3 -m tests.gpu.check $(ARGS)

@@ -5,7 +5,6 @@ is said, and so are other things that a build needs, before anything is compiled
 """
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -42,8 +41,9 @@ class CMakeBuild(build_ext):
         for tool in ("cmake", "ninja"):
             if shutil.which(tool) is None:
                 raise SystemExit(f"kvswap_torch: {tool} must be on PATH to build and is not")
-        compiler = shlex.split(os.environ.get("CXX", ""))[:1] or ["c++", "g++", "clang++"]
-        is_named = "CMAKE_" in os.environ.get("KVSWAP_CMAKE_ARGS", "")  # a compiler or a toolchain
+        compiler = os.environ.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"]
+        arguments = os.environ.get("KVSWAP_CMAKE_ARGS", "")
+        is_named = any(each in arguments for each in ("CMAKE_CXX_COMPILER", "CMAKE_TOOLCHAIN_FILE"))
         if not is_named and not any(map(shutil.which, compiler)):
             raise SystemExit(
                 "kvswap_torch: a C++20 compiler, as g++ 12, must be on PATH to build and is not; "

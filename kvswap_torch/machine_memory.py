@@ -9,7 +9,6 @@ from pathlib import Path
 # Of a version of cgroups: the file with its limit, bytes or "max".
 CGROUP_FILES = {1: "memory.limit_in_bytes", 2: "memory.max"}
 PROC = Path("/proc")
-DATA = "RLIMIT_DATA"  # of addresses, whether they are in RAM or in swap
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class MemoryLimit:
     available_bytes
         What the kernel could give now without taking it from another process.
     swap_bytes
-        Swap of this machine, where the limit is one that swap adds to.
+        Swap of this machine, where its RAM is the limit: others are not widened by it.
     """
 
     limit_bytes: int
@@ -41,9 +40,9 @@ def memory_limit(proc: Path = PROC) -> MemoryLimit:
         limits.setdefault(of_group, "the cgroup's limit")
     data = resource.getrlimit(resource.RLIMIT_DATA)[0]
     if data != resource.RLIM_INFINITY:
-        limits.setdefault(data, DATA)
+        limits.setdefault(data, "RLIMIT_DATA")
     least = min(limits)
-    swap = 0 if limits[least] == DATA else int(told.get("SwapTotal", "0").split()[0]) << 10
+    swap = int(told.get("SwapTotal", "0").split()[0]) << 10 if least == total else 0
     return MemoryLimit(least, limits[least], available, swap)
 
 

@@ -64,7 +64,8 @@ def check_room(
     if weights_memory is not None and weights_memory < total:
         needed, how = weights_memory, "give less to --weights-memory"
     elif weights in BITS or not is_mapped:
-        needed, how = total, "give --weights-memory, or see kvswap fit"
+        less = "give --weights-memory, or " if weights_memory is None else ""
+        needed, how = total, f"{less}see kvswap fit"
     else:
         needed, how = _largest_layer(config, kind), "see kvswap fit"
     if needed > limit.limit_bytes + limit.swap_bytes:
@@ -82,7 +83,8 @@ def _largest_layer(config: Any, kind: Any) -> int:
 
 
 def _too_large(name: str, needed: int, limit: MemoryLimit, how: str) -> ConfigError:
+    swap = f" and {format_bytes(limit.swap_bytes)} of swap" if limit.swap_bytes else ""
     return ConfigError(
         f"--model: its weights must fit in memory, and {name} needs {format_bytes(needed)} of it "
-        f"at once, more than {limit.what}, {format_bytes(limit.limit_bytes)}; {how}"
+        f"at once, more than {limit.what}, {format_bytes(limit.limit_bytes)}{swap}; {how}"
     )

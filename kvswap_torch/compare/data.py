@@ -174,9 +174,9 @@ def _question(
     if not isinstance(prefix, str):
         raise ConfigError(f"{where}: answer_prefix must be a text, got {prefix!r}")
     needs_all = name in ALL_WANTED and len(answers) > 1
-    task = row.get("task", "")
+    task = "" if row.get("task") is None else row["task"]
     if isinstance(task, bool) or not isinstance(task, str | int):
-        raise ConfigError(f"{where}: task must be a text or a number, got {task!r}")
+        raise ConfigError(f"{where}: task must be a text or a whole number, got {task!r}")
     return Question(text, answers, needs_all, prefix, is_prompt, str(task))
 
 

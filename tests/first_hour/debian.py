@@ -18,7 +18,7 @@ from tests.packaging.run_docs import ROOT
 CACHE = ROOT / "build" / "first-hour"
 # What Debian calls a release -> its number, and the tag of its Python.
 RELEASES = {"bookworm": ("12", "cp311"), "trixie": ("13", "cp313")}
-TOOLS = ("debootstrap", "unshare", "mount", "chroot")
+TOOLS = ("debootstrap", "unshare", "mount", "chroot", "apt-get", "apt-config")
 # A terminal's, where each question of apt is answered with its default, and y.
 PLAIN = {
     "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", "DEBIAN_FRONTEND": "noninteractive",
@@ -66,6 +66,8 @@ class Debian:
 
     def __init__(self, release: str, root: Path, seen: tuple[Path, ...] = ()):
         number, _ = RELEASES[release]
+        if root.exists():
+            raise NotToBeHadError(f"Debian: {root} must not be there, and is; give another --into")
         self.name = f"Debian {number}"
         self.root = root
         bare = bare_root(release)

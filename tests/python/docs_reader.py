@@ -25,7 +25,7 @@ FAST_DISK = "disk"
 READY_SECONDS = 300
 # What a page writes -> what this reader has; the longer ones first.
 STANDS_FOR = {
-    "curl ": "curl --fail ",  # an error of the server must be one here
+    "curl ": "curl --fail --noproxy '*' ",  # an error of the server must be one here
     "--store DIR": "--store store",
     "--store /disk/kv": "--store store",
     "--model DIR": f"--model {MODEL}",

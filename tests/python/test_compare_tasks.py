@@ -148,7 +148,9 @@ def test_what_was_written_is_read_as_it_was_asked(tmp_path):
         assert document.text == text and document.questions == tuple(questions)
     row = json.loads(path.read_text().splitlines()[0]) | {"task": [3]}
     path.write_text(json.dumps(row))
-    with pytest.raises(ConfigError, match="line 1: task must be a text or a number, got \\[3\\]"):
+    with pytest.raises(
+        ConfigError, match="line 1: task must be a text or a whole number, got \\[3\\]"
+    ):
         Questions(path)
 
 

@@ -37,8 +37,11 @@ def test_commands_of_a_page_do_what_it_says(
             told[command] = reader.type(command)
     finally:
         reader.close()
+    is_trained = True  # a tiny GGUF model has random weights, and so has the text it saved
     for command, said in told.items():
-        if "Who tells it?" in command and ".gguf" not in command:
+        if any(f"kvswap {word} " in command for word in ("ingest", "generate")):
+            is_trained = ".gguf" not in command
+        if "Who tells it?" in command and is_trained:
             assert ANSWER in " ".join(said.split()), f"{command}\n{said}"
 
 

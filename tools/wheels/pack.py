@@ -72,7 +72,7 @@ def pack(
         _add_licences(info, root)
         _add_bill(info, root)
         out.mkdir(parents=True, exist_ok=True)
-        pattern = f"*-{tag(version, architecture)}.whl"
+        pattern = f"kvswap_torch-*-{tag(version, architecture)}.whl"
         for old in out.glob(pattern):
             old.unlink()
         command = [sys.executable, "-m", "wheel", "pack", "--dest-dir", str(out), name]

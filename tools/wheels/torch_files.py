@@ -74,7 +74,6 @@ def folder(release: str, architecture: str, downloads: Path, cuda: bool = False)
     needed = "libc10_cuda.so" if cuda else "libc10.so"
     if (done / "torch" / "lib" / needed).is_file():
         return done / "torch"
-    shutil.rmtree(done, ignore_errors=True)  # of an earlier build, without what is needed now
     downloads.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=downloads) as name:
         print(f"wheels: fetching torch {release} for {architecture} (530 MB, once)", flush=True)
@@ -91,6 +90,7 @@ def folder(release: str, architecture: str, downloads: Path, cuda: bool = False)
                 + (errors[-1] if errors else f"pip ended with {told.returncode}")
             )
         _unpack(wheels[0], Path(name) / "unpacked")
+        shutil.rmtree(done, ignore_errors=True)  # an earlier one, without what is needed now
         (Path(name) / "unpacked").rename(done)
     return done / "torch"
 
