@@ -176,18 +176,15 @@ def test_each_key_has_documents_of_its_own(served: Served, tmp_path: Path) -> No
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium")
 def test_in_a_browser(served: Served, tmp_path: Path) -> None:
     """A file is read, a question asked, the gauges move; a screenshot where it is wanted."""
+    python = os.environ.get("KVSWAP_TEST_PLAYWRIGHT", "python3")
+    if subprocess.run([python, "-c", "import playwright"], capture_output=True).returncode:
+        pytest.skip("there is no playwright")
     served.start(store=str(tmp_path / "store"), keys=["the-key"])
     book = tmp_path / "book.txt"
     book.write_text(document(1, 300))
     script = Path(__file__).with_name("page_in_a_browser.py")
     done = subprocess.run(
-        [
-            os.environ.get("KVSWAP_TEST_PLAYWRIGHT", "python3"),
-            script,
-            BROWSER,
-            served.address,
-            book,
-        ],
+        [python, script, BROWSER, served.address, book],
         capture_output=True,
         text=True,
         timeout=300,
