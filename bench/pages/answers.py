@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bench.headline import NO_PREFETCH, is_without_prefetch, made_of
+from bench.headline import NO_PREFETCH, fastest_full, is_without_prefetch, made_of
 from bench.pages.caption import DOES_NOT_FIT, NOT_MEASURED, caption, head, line, share
 from bench.quality.methods import FULL, parse
 from bench.quality.report import right_answers
@@ -13,7 +13,7 @@ from kvswap_torch import format_bytes
 from kvswap_torch.compare.statistics import interval
 
 Result = dict[str, Any]
-NEAR_TOKENS = 64  # by which a timed document may differ in length from those that were answered
+NEAR_TOKENS = 200  # by which a timed document may differ in length from those that were answered
 HIGHER = "Answers: higher is better; KL divergence, bytes and times: lower is better"
 COLUMNS = (
     "tokens, documents", "settings", "KV memory", "rank, groups of tokens", "right answers",
@@ -110,7 +110,8 @@ def _times(timed: list[Result], length: int, name: str, method: Result) -> tuple
         told = result["methods"].get(name)
         if told is None or "ms" not in told or abs(result["tokens"] - length) > NEAR_TOKENS:
             continue
-        full = f"{result['methods'][FULL]['ms']:.1f}"
+        fastest, label = fastest_full(result["methods"])
+        full = f"{fastest:.1f} ({label})"
         if name == FULL:
             return "", full
         if made_of(told) == made_of(method):
