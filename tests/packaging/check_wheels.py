@@ -123,7 +123,10 @@ def sdist(dist: Path, folder: Path) -> Path:
 
 def bare(version: str, wheel: Path, folder: Path) -> Path:
     """A new environment with the wheel and what pip brings with it."""
-    found = next(interpreters(version), None)
+    # A shim of pyenv may be on PATH for a Python that is not chosen, and then ends with 127.
+    runs = (each for each in interpreters(version)
+            if subprocess.run([each, "-c", ""], capture_output=True).returncode == 0)  # fmt: skip
+    found = next(runs, None)
     if found is None:
         sys.exit(f"wheels-check: --bare {version} needs python{version}, which is not here")
     subprocess.run([found, "-m", "venv", folder / "env"], check=True)
