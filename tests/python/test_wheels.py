@@ -241,6 +241,7 @@ def test_a_wheel_with_cuda_is_a_local_version(tmp_path: Path) -> None:
     with zipfile.ZipFile(labelled) as packed:
         told = packed.read("kvswap_torch-0.1.0+cu130.dist-info/METADATA").decode()
         assert "\nVersion: 0.1.0+cu130\n" in told
+        assert "\nRequires-Dist: torch==2.13.*\n" in told
         assert not [name for name in packed.namelist() if "0.1.0.dist-info" in name]
 
 

@@ -53,7 +53,8 @@ def pack(
     """A wheel of `base`'s Python files and `installed`'s libraries; its path in `out`.
 
     It asks for the torch that the libraries were built for, or a newer one. `label` (``cu130``)
-    makes it a local version, as torch's own builds with CUDA are.
+    makes it a local version, as torch's own builds with CUDA are. Such a wheel asks for that minor
+    release of torch alone: 2.14 has another c10_cuda_check_implementation.
     """
     with tempfile.TemporaryDirectory() as name:
         with zipfile.ZipFile(base) as packed:
@@ -68,7 +69,8 @@ def pack(
         if label:
             info = _local_version(info, label)
         _retag(info / "WHEEL", tag(version, architecture))
-        _ask_for(info / "METADATA", torch)
+        minor = torch.rpartition(".")[0]
+        _ask_for(info / "METADATA", f"=={minor}.*" if label else f">={torch}")
         _add_licences(info, root)
         _add_bill(info, root)
         out.mkdir(parents=True, exist_ok=True)
@@ -96,11 +98,11 @@ def _retag(file: Path, to: str) -> None:
     file.write_text("\n".join([*filter(None, lines), f"Tag: {to}", ""]))
 
 
-def _ask_for(file: Path, torch: str) -> None:
+def _ask_for(file: Path, versions: str) -> None:
     text = file.read_text(encoding="utf-8")
     text, count = re.subn(
         r"^Requires-Dist: torch>=[\d.]+$",
-        f"Requires-Dist: torch>={torch}",
+        f"Requires-Dist: torch{versions}",
         text,
         flags=re.MULTILINE,
     )
