@@ -59,7 +59,8 @@ def check_room(
     if getattr(config, "quantization_config", None) is not None:
         return  # what its library makes of the files is not known here
     kind = computed_dtype(name, config, dtype, weights)
-    total = weight_bytes(unloaded_model(config, kind, weights))
+    model = unloaded_model(config, kind, weights)
+    total = weight_bytes(model)
     is_mapped = all(each.dtype in (kind, None) for each in stored_weights(name).values())
     if weights_memory is not None and weights_memory < total:
         needed, how = weights_memory, "give less to --weights-memory"
@@ -67,18 +68,18 @@ def check_room(
         less = "give --weights-memory, or " if weights_memory is None else ""
         needed, how = total, f"{less}see kvswap fit"
     else:
-        needed, how = _largest_layer(config, kind), "see kvswap fit"
+        needed, how = _largest_layer(model), "see kvswap fit"
     if needed > limit.limit_bytes + limit.swap_bytes:
         raise _too_large(name, needed, limit, how)
 
 
-def _largest_layer(config: Any, kind: Any) -> int:
+def _largest_layer(model: Any) -> int:
     import torch
 
     from kvswap_torch.hf.families import model_parts
-    from kvswap_torch.hf.unloaded import unloaded_model, weight_bytes
+    from kvswap_torch.hf.unloaded import weight_bytes
 
-    layers = model_parts(unloaded_model(config, kind), torch.device("cpu")).layers
+    layers = model_parts(model, torch.device("cpu")).layers
     return max(weight_bytes(layer) for layer in layers)
 
 
