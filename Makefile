@@ -318,8 +318,6 @@ real-model: $(STAMP)  ## a small real chat model as judge: 93 MB fetched once, 2
 	@$(call LOCK,real-model) $(SUB) locked-real-model
 
 locked-real-model:
-	@$(PY) -m pip --disable-pip-version-check install -q -r tools/real_model/constraints.txt \
-	  2> build/real-model-pip.log || echo "real-model: $$(grep ^ERROR build/real-model-pip.log | tail -1)"
 	@$(PY) -m tools.real_model.make $(REAL_MODEL)
 
 bench: build  ## speed: KV on disk beside its peers (ARGS="--help" tells all), then the reader

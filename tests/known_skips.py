@@ -150,7 +150,7 @@ KNOWN: tuple[tuple[str, Callable[[], bool]], ...] = (
     # What no CI fetches: the real model, and the packages that convert it.
     (r"make real-model ", _always),
     (r"the reference prefetches nothing", _always),
-    (r"could not import '(gguf|llama_cpp|ollm|pypdf|torchao|bitsandbytes|jsonschema)", _always),
+    (r"could not import '(llama_cpp|ollm|pypdf|torchao|bitsandbytes|jsonschema)", _always),
     (r"no dependency of the tests", _always),
     # Programs that examples/serving and the server's page are for.
     (r"there is no (promtool|caddy|nginx|chromium|playwright|systemd-analyze)", _always),

@@ -14,6 +14,7 @@ from tests.first_hour.users import ANSWER
 from tests.packaging.run_docs import OWN_MODEL, PAGES, Block, blocks, commands
 from tests.python.docs_pages import LONG, NOT_TYPED, SHOWN, is_shown, pages_to_type, typed
 from tests.python.docs_reader import GGUF, STANDS_FOR, Reader, prepare
+from tests.python.gguf_models import model_of, written
 from tests.python.tiny_models import has_native
 
 TO_TYPE = pages_to_type()
@@ -28,7 +29,7 @@ def test_commands_of_a_page_do_what_it_says(
     monkeypatch.chdir(tmp_path)
     prepare(tmp_path)
     if any(".gguf" in command for command in TO_TYPE[page]):
-        write_gguf(tmp_path / GGUF)
+        written(model_of(max_position_embeddings=16384), tmp_path / GGUF)
     reader, told = Reader(tmp_path), {}
     try:
         for command in TO_TYPE[page]:
@@ -43,12 +44,6 @@ def test_commands_of_a_page_do_what_it_says(
             is_trained = ".gguf" not in command
         if "Who tells it?" in command and is_trained:
             assert ANSWER in " ".join(said.split()), f"{command}\n{said}"
-
-
-def write_gguf(path: Path) -> None:
-    from tests.python.test_gguf_models import model_of, written
-
-    written(model_of(max_position_embeddings=16384), path)
 
 
 def test_every_reason_is_used_and_every_placeholder_too() -> None:

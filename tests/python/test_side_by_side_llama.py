@@ -24,7 +24,6 @@ def llama():
 
 @pytest.fixture(scope="module")
 def opened(llama, tmp_path_factory):
-    pytest.importorskip("gguf")
     shape = Cell("tiny", CONTEXT, 1).shape
     weights = weights_file(shape, tmp_path_factory.mktemp("weights"))
     return load_model(shape, CONTEXT, weights).float(), open_model(gguf_file(weights, shape))

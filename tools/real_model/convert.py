@@ -16,7 +16,7 @@ import torch
 
 from tools.real_model.source import RealModelError
 
-TRIED = {"gguf": "0.19.0"}  # as constraints.txt beside this file pins it
+TRIED = "0.19.0"  # of gguf, as constraints.txt pins it
 # Of the bf16 weights that TRIED makes, see `weights_digest`.
 WEIGHTS_SHA256 = "842df3b5a6f7ba68d549625602e166d5d090a03074dd370cb4f470a7d3120a96"
 CONTROL_TOKEN = 3  # tokenizer.ggml.token_type
@@ -59,11 +59,9 @@ def convert(gguf: Path, folder: Path, expected: str = WEIGHTS_SHA256) -> None:
     weights = _weights(reader, fields)
     digest = weights_digest(weights)
     if digest != expected:
-        tried = f"gguf {TRIED['gguf']}"
         raise RealModelError(
             f"real-model: {gguf.name} must give weights with the hash {expected}, gave {digest}, "
-            f"with gguf {version}; {tried} is known to give them: install it with pip install -r "
-            "tools/real_model/constraints.txt"
+            f"with gguf {version}; gguf {TRIED} is known to give them: pip install gguf=={TRIED}"
         )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     _write(folder / "config.json", _config(fields))
@@ -76,8 +74,7 @@ def _gguf_version() -> str:
         return importlib.metadata.version("gguf")
     except importlib.metadata.PackageNotFoundError as error:
         raise RealModelError(
-            f"real-model: the package gguf must be installed ({TRIED['gguf']} is what was tried): "
-            "pip install -r tools/real_model/constraints.txt"
+            f"real-model: the package gguf must be installed: pip install gguf=={TRIED}"
         ) from error
 
 
