@@ -196,8 +196,9 @@ class _SampleMaker:
                 f"calibration text: must have at least {TEXT_MIN} tokens in its first two thirds "
                 f"and in the rest, got {tokens}; give a longer text"
             )
-        kept = self._fit(lines, facts, depths, room)
-        read = self._start + self._encode(_lay_in(lines[:kept], facts, depths))
+        texts_of_facts = [fact.text for fact in facts]
+        kept = self._fit(lines, texts_of_facts, depths, room)
+        read = self._start + self._encode(lay_in(lines[:kept], texts_of_facts, depths))
         turns = self._turns(rng, facts, lines[:kept], TURNS[number % len(TURNS)], turns_room)
         if kept == len(lines) and len(read) < 0.9 * room:
             total = len(read) + len(turns)
@@ -216,16 +217,16 @@ class _SampleMaker:
                 return facts[: max(kept, 1)]
         return facts
 
-    def _fit(self, lines: list[str], facts: list[Fact], depths: list[float], room: int) -> int:
+    def _fit(self, lines: list[str], facts: list[str], depths: list[float], room: int) -> int:
         """About the most lines that fit with all facts, and no more than that."""
         counts = [len(ids) for ids in self._tokenizer(lines, add_special_tokens=False).input_ids]
         ends = list(itertools.accumulate(counts))
-        told = len(self._encode(_lay_in([], facts, depths)))
+        told = len(self._encode(lay_in([], facts, depths)))
 
         def guess(scale: float) -> tuple[int, int]:
             """(lines, tokens with the facts) where joined lines have `scale` of their tokens."""
             kept = bisect.bisect_right(ends, (room - told) / scale)
-            return kept, len(self._encode(_lay_in(lines[:kept], facts, depths)))
+            return kept, len(self._encode(lay_in(lines[:kept], facts, depths)))
 
         kept, tokens = guess(1.0)
         if kept == 0:
@@ -293,8 +294,8 @@ def draw_lines(rng: random.Random, texts: list[str], characters: int) -> list[st
     return lines
 
 
-def _lay_in(lines: list[str], facts: list[Fact], depths: list[float]) -> str:
-    """The facts as lines of their own, each at its depth."""
+def lay_in(lines: Sequence[str], facts: Sequence[str], depths: Sequence[float]) -> str:
+    """The facts as lines of their own among `lines`, each at its depth of 0 to 1, in order."""
     out: list[str] = []
     done = 0
     for fact, depth in zip(facts, depths, strict=True):
@@ -302,8 +303,8 @@ def _lay_in(lines: list[str], facts: list[Fact], depths: list[float]) -> str:
         out += lines[done:place]
         if out and not out[-1].endswith("\n"):
             out.append("\n")
-        out.append(fact.text + "\n")
-        done = place
+        out.append(fact + "\n")
+        done = max(done, place)
     out += lines[done:]
     if out and not out[-1].endswith("\n"):
         out.append("\n")

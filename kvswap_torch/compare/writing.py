@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from kvswap_torch.compare.data import Question
 from kvswap_torch.compare.tasks import TASKS
 from kvswap_torch.errors import ConfigError
-from kvswap_torch.tuning.documents import draw_lines, shipped_texts
+from kvswap_torch.tuning.documents import draw_lines, lay_in, shipped_texts
 
 CHARACTERS_PER_TOKEN = 8  # more than any text has: what is too much is cut
 FACTS_SHARE_MAX = 0.8  # of a document's tokens; the rest is text
@@ -69,7 +69,7 @@ def write_document(asked: Asked, number: int, tokenizer: Any) -> tuple[str, list
     depths = sorted(rng.random() for _ in facts)
 
     def joined(kept: int) -> str:
-        return "".join(_laid_in(lines[:kept], facts, depths))
+        return lay_in(lines[:kept], facts, depths)
 
     def count(kept: int) -> int:
         # A text that is tried may be longer than the model was made for: no warning of it.
@@ -94,20 +94,6 @@ def _in_turn(rng: random.Random, groups: Sequence[Sequence[str]]) -> list[str]:
     rng.shuffle(order)
     lines = [iter(group) for group in groups]
     return [next(lines[number]) for number in order]
-
-
-def _laid_in(lines: list[str], facts: list[str], depths: list[float]) -> Iterator[str]:
-    """The facts as lines of their own, each at its depth."""
-    done, is_begun = 0, True
-    for fact, depth in zip(facts, depths, strict=True):
-        place = round(depth * len(lines))
-        for line in lines[done:place]:
-            yield line
-            is_begun = line.endswith("\n")
-        done = max(done, place)
-        yield f"{fact}\n" if is_begun else f"\n{fact}\n"
-        is_begun = True
-    yield from lines[done:]
 
 
 def _row(document: str, question: Question) -> dict[str, Any]:
