@@ -16,7 +16,6 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "side_by_side": Benchmark("ms per step beside other caches and engines", "2 to 4 min a cell"),
-    "decode": Benchmark("ms per step of one setting, in one process", "1 to 3 min"),
     "prefill": Benchmark("seconds to read a prompt", "5 to 10 min"),
     "turns": Benchmark("seconds to a second question's first token", "3 min"),
     "opening": Benchmark("seconds to open a saved cache in a new process", "1 min"),

@@ -55,8 +55,8 @@ def fill(shape: Shape, batch: int, context: int, take: Take) -> None:
 class Contender:
     """One cache that decodes token by token; `seconds` has one number a step."""
 
-    def __init__(self, name: str, model: Any, cache: Any, batch: int, context: int):
-        self.name, self.model, self.cache = name, model, cache
+    def __init__(self, model: Any, cache: Any, batch: int, context: int):
+        self.model, self.cache = model, cache
         self.ids = torch.full((batch, 1), 7)
         self.position = context
         self.seconds: list[float] = []
@@ -73,9 +73,6 @@ class Contender:
         self.seconds.append(time.perf_counter() - began)
         self.ids = output.logits[:, -1:].argmax(-1)
         self.position += 1
-
-    def median(self, warm_up: int) -> float:
-        return statistics.median(self.seconds[warm_up:])
 
     def close(self) -> None:
         if hasattr(self.cache, "close"):
@@ -112,7 +109,7 @@ def open_kvswap(
     width = shape.kv_heads * shape.head_dim
     set_random_projections(cache.driver.session, range(shape.layers), width, cache.driver.ranks[0])
     fill(shape, batch, context, appending(cache))
-    return Contender("kvswap", model, cache, batch, context)
+    return Contender(model, cache, batch, context)
 
 
 def appending(cache: KVSwapCache) -> Take:
@@ -146,7 +143,7 @@ def open_preset(
         call = {"past_key_values": cache, "position_ids": positions, "use_cache": True}
         with torch.inference_mode():
             model(input_ids=positions % 4096, **call)
-    return Contender(name, model, cache, batch, context)
+    return Contender(model, cache, batch, context)
 
 
 def whole_layer(
@@ -171,13 +168,13 @@ def open_dynamic(model: Any, shape: Shape, batch: int, context: int) -> Contende
         keys, values = whole_layer(shape, batch, context, layer)
         cache.layers[layer].lazy_initialization(keys, values)
         cache.layers[layer].keys, cache.layers[layer].values = keys, values
-    return Contender("DynamicCache", model, cache, batch, context)
+    return Contender(model, cache, batch, context)
 
 
 def open_static(model: Any, shape: Shape, batch: int, context: int) -> Contender:
     cache = StaticCache(config=model.config, max_cache_len=context + ROOM_TOKENS)
     fill(shape, batch, context, lambda layer, k, v: cache.update(k, v, layer))
-    return Contender("StaticCache", model, cache, batch, context)
+    return Contender(model, cache, batch, context)
 
 
 def fill_file(file: KvFile, shape: Shape, batch: int) -> None:
@@ -199,14 +196,12 @@ def open_restore(
 ) -> Contender:
     """Reads what `file` was filled with."""
     bandwidth = MODELLED_BYTES_PER_SECOND[device] if device else None
-    return Contender("full restore", model, FullRestoreCache(file, bandwidth), batch, context)
+    return Contender(model, FullRestoreCache(file, bandwidth), batch, context)
 
 
 def open_floor(model: Any, shape: Shape, batch: int) -> Contender:
     """The model's own work: a context of as many tokens as are selected."""
-    contender = open_dynamic(model, shape, batch, SELECTED_TOKENS)
-    contender.name = f"floor ({SELECTED_TOKENS} tokens)"
-    return contender
+    return open_dynamic(model, shape, batch, SELECTED_TOKENS)
 
 
 CLOCKS = ("select", "plan", "wait", "attend", "append")

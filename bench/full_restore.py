@@ -36,8 +36,6 @@ class LayerReader:
         self._pool = ThreadPoolExecutor(THREADS)
         self.buffers = [mmap.mmap(-1, file.layer_bytes) for _ in range(2)]
         self._bytes_per_second = bytes_per_second
-        self.bytes_read = 0
-        self.wait_seconds = 0.0
 
     def start(self, layer: int) -> list[Future]:
         """Begins to read a layer into the buffer of its parity."""
@@ -58,11 +56,8 @@ class LayerReader:
 
     def finish(self, layer: int, reads: list[Future]) -> torch.Tensor:
         """The layer's bytes, valid until the layer after next is started."""
-        began = time.perf_counter()
         for read in reads:
             read.result()
-        self.wait_seconds += time.perf_counter() - began
-        self.bytes_read += self.file.layer_bytes
         return torch.frombuffer(self.buffers[layer % 2], dtype=torch.uint8)
 
     def close(self) -> None:

@@ -209,7 +209,7 @@ def open_contender(runner: Runner) -> Any:
         return known.open_restore(model, shape, batch, context, file, cell.device)
     if key == "mmap":
         cache = MappedCache(open_file(runner.order.kv_file, cell))
-        return known.Contender(key, model, cache, batch, context)
+        return known.Contender(model, cache, batch, context)
     if key.startswith(PRESET):
         folder, name = Path(runner.order.folder), key.removeprefix(PRESET)
         return known.open_preset(name, model, shape, batch, context, folder, cell.device)
@@ -237,7 +237,6 @@ def open_session_contender(runner: Runner) -> Any:
     contender = known.open_kvswap(
         model, cell.shape, cell.batch, cell.context, folder, runner.fitted.config, budget_bytes
     )
-    contender.name = key
     if cell.choices != "random":
         follow(contender, cell)
     return contender

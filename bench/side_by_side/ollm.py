@@ -31,7 +31,7 @@ class OllmContender(Contender):
         kind = load_cache()
         self.folder = tempfile.TemporaryDirectory(dir=folder)
         cache = kind(cache_dir=self.folder.name, device="cpu")
-        super().__init__("oLLM", model, cache, cell.batch, cell.context)
+        super().__init__(model, cache, cell.batch, cell.context)
         for layer in range(cell.shape.layers):
             cache.update(*whole_layer(cell.shape, cell.batch, cell.context, layer), layer)
         self.files = sorted(Path(cache.cache_folder).iterdir())

@@ -53,5 +53,5 @@ def test_every_module_of_the_list_is_there():
 def test_a_name_that_there_is_not_is_refused_with_those_there_are():
     done = run("sidebyside")
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("bench: must be one of side_by_side, decode")
+    assert done.stderr.startswith("bench: must be one of side_by_side, prefill")
     assert done.stderr.rstrip().endswith("got 'sidebyside'")
