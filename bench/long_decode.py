@@ -102,19 +102,6 @@ def rows_of(
     return rows
 
 
-def facts_of(product: Product, cache: Any, size: Bytes) -> dict[str, Any]:
-    """What it took, and its settings."""
-    stats, config = cache.stats(), cache.driver.config
-    return {
-        "memory_share": round(stats.resident_bytes_peak / size.full, 4),
-        "bytes_read_per_token": round(stats.bytes_read_per_token),
-        "groups": config.selection.top_k_groups,
-        "group_tokens": config.selection.group_tokens,
-        "ranks": list(cache.driver.ranks),
-        "smaller": product.smaller,
-    }
-
-
 def text_of(model: Path, tokens: int, seed: int) -> torch.Tensor:
     """``[tokens]`` int64 of held-out text."""
     tokenizer = load_tokenizer(str(model))
@@ -155,7 +142,8 @@ def main(
             product = Product.named(name, product_settings(name), size)
             with product.opened(network, path, len(ids)) as cache:
                 rows = rows_of(network, cache, ids, prompt, full, decoded)
-                told[name] = {"marks": rows} | facts_of(product, cache, size)
+                told[name] = {"marks": rows} | product.facts(cache)
+            told[name]["memory_share"] = round(told[name]["memory_bytes"] / size.full, 4)
         except BudgetError as error:
             told[name] = {"impossible": str(error)}
     Console().print(told)

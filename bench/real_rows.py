@@ -22,7 +22,6 @@ from bench.quality.product import Product
 from bench.reading import read, step
 from kvswap_torch.compare.budget import Bytes
 from kvswap_torch.compare.journal import Journal
-from kvswap_torch.config.engine import engine_value
 from kvswap_torch.errors import BudgetError
 
 FULL, STATIC = "full", "static"  # transformers' DynamicCache and StaticCache, without compile
@@ -198,20 +197,12 @@ class Work:
 def settings_facts(product: Product, cache: Any, full_bytes: int) -> dict[str, Any]:
     """What a row's cache held and read, and its settings."""
     stats, config = cache.stats(), cache.driver.config
-    return {
+    return product.facts(cache) | {
         "memory_share": round(stats.resident_bytes_peak / full_bytes, 4),
-        "bytes_read_per_token": round(stats.bytes_read_per_token),
-        "hit_rate": stats.hit_rate,
-        "prefetch": config.prefetch.mode,
         "prefetch_hits": stats.prefetch_hits,
         "prefetch_wasted": stats.prefetch_wasted,
-        "ranks": list(cache.driver.ranks),
-        "summary_dtype": engine_value(config, "summary_dtype"),
-        "groups_max": config.selection.top_k_groups,
-        "group_tokens": config.selection.group_tokens,
         "resident_layers": config.memory.resident_layers,
         "device": config.storage.simulated_device or "local disk",
-        "smaller": product.smaller,
     }
 
 

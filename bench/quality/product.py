@@ -141,20 +141,23 @@ class Product:
                 score_sample(sample, self._rows(model, cache, sample), told.rows[number])
                 for number, sample in enumerate(document.samples)
             ]
-            stats, config = cache.stats(), cache.driver.config
-            return {
-                "samples": samples,
-                "hit_rate": stats.hit_rate,
-                "bytes_read_per_token": stats.bytes_read_per_token,
-                "groups_per_step": float(config.selection.top_k_groups),
-                "memory_bytes": stats.resident_bytes_peak,
-                "groups_max": config.selection.top_k_groups,
-                "group_tokens": config.selection.group_tokens,
-                "ranks": list(cache.driver.ranks),
-                "summary_dtype": engine_value(config, "summary_dtype"),
-                "smaller": self.smaller,
-                "prefetch": config.prefetch.mode,
-            }
+            return {"samples": samples} | self.facts(cache)
+
+    def facts(self, cache: KVSwapCache) -> dict[str, Any]:
+        """What its cache held and read, and its settings."""
+        stats, config = cache.stats(), cache.driver.config
+        return {
+            "memory_bytes": stats.resident_bytes_peak,
+            "bytes_read_per_token": round(stats.bytes_read_per_token),
+            "hit_rate": stats.hit_rate,
+            "groups_per_step": float(config.selection.top_k_groups),
+            "groups_max": config.selection.top_k_groups,
+            "group_tokens": config.selection.group_tokens,
+            "ranks": list(cache.driver.ranks),
+            "summary_dtype": engine_value(config, "summary_dtype"),
+            "smaller": self.smaller,
+            "prefetch": config.prefetch.mode,
+        }
 
     def _rows(self, model: Any, cache: Any, sample: Sample) -> torch.Tensor:
         """Logits of the rows that predict the answers' tokens; the cache is as before."""
