@@ -25,8 +25,7 @@ from rich.console import Console
 from bench import machine
 from kvswap_torch import KVSwapCache
 from kvswap_torch.cli.load import load_model
-
-MODEL = Path(__file__).resolve().parents[1] / "examples" / "reference_model"
+from tools.reference_model.place import MODEL
 
 
 def save(model: Any, config: Path, tokens: int, path: Path, saved: Path) -> dict[str, Any]:

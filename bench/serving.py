@@ -24,8 +24,7 @@ from rich.console import Console
 from bench import machine
 from kvswap_torch.cli.load import load_tokenizer
 from tools.reference_model.documents import SOURCES, load_source
-
-MODEL = Path(__file__).resolve().parents[1] / "examples" / "reference_model"
+from tools.reference_model.place import MODEL
 
 
 def start(model: Path, store: Path, kv_memory: str) -> tuple[subprocess.Popen, str]:

@@ -35,8 +35,8 @@ from kvswap_torch.tuning.result import TuneResult
 from kvswap_torch.tuning.solver import Setting, Solution, solutions
 from kvswap_torch.tuning.synthetic import StepTime, SyntheticDecode, median_step
 from kvswap_torch.tuning.traffic import Replayed
+from tools.reference_model.place import MODEL
 
-MODEL = Path(__file__).resolve().parents[1] / "examples" / "reference_model"
 WARM_UP = 24  # steps in which the reuse buffer fills
 STEPS = 24
 FINALISTS = 8

@@ -23,8 +23,8 @@ from kvswap_torch.errors import BudgetError
 from kvswap_torch.half_linear import replace_linear
 from kvswap_torch.hf.families import config_hash, model_parts
 from kvswap_torch.positions import most_positions
+from tools.reference_model.place import MODEL as REFERENCE
 
-REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference_model"
 Progress = Callable[[str], None]
 
 

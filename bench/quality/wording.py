@@ -13,7 +13,7 @@ import numpy as np
 
 from kvswap_torch.cli.prompt import make_prompt
 from tools.real_model.facts import NUMBERED, NumberedForm
-from tools.reference_model.forms import FORMS, Form, Words
+from tools.reference_model.forms import Form, Words, draw_form
 from tools.reference_model.tasks import Question, Task, answer_turn, draw_task, question_prompt
 
 
@@ -48,7 +48,7 @@ class ReferenceWording:
 
     def form(self, rng: np.random.Generator, task: str) -> Form:
         """The kind of fact that a task asks for, all of one."""
-        return choose_form(rng, None if task == "turns" else "words")
+        return draw_form(rng, None if task == "turns" else "words")
 
     def share(self, facts: int) -> int:
         """How many of so many facts of a kind this model can be trusted to tell apart."""
@@ -128,12 +128,6 @@ class ChatWording(PlainWording):
 def question_task(facts: tuple[str, ...], text: str, answer: str, skill: str) -> Task:
     """A task of a kind that `draw_task` does not know."""
     return Task(facts, Question(text, answer, skill))
-
-
-def choose_form(rng: np.random.Generator, sort: str | None = None) -> Form:
-    """One kind of fact, whose values are of this sort."""
-    forms = [form for form in FORMS if sort is None or form.sort == sort]
-    return forms[int(rng.integers(len(forms)))]
 
 
 def _begin_answer(task: Task) -> tuple[str, str]:

@@ -73,6 +73,12 @@ FORMS = (
 )
 
 
+def draw_form(rng: np.random.Generator, sort: str | None) -> Form:
+    """One kind of fact, whose values are of this sort; None: of any."""
+    forms = [form for form in FORMS if sort is None or form.sort == sort]
+    return forms[int(rng.integers(len(forms)))]
+
+
 class Words:
     """Draws keys and values.
 

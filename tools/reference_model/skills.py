@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tools.reference_model.documents import cut_lines
-from tools.reference_model.forms import FORMS, Form, Words
+from tools.reference_model.forms import Words, draw_form
 from tools.reference_model.tasks import Question, Task, draw_task, lay_in
 
 
@@ -52,14 +52,9 @@ def draw_groups(rng: np.random.Generator, skills: tuple[Skill, ...]) -> list[tup
     words = Words(distinct=True)
     drawn = []
     for skill in skills:
-        form = _draw_form(rng, skill.sort)
+        form = draw_form(rng, skill.sort)
         drawn += [(skill, draw_task(rng, skill.task, words, form)) for _ in range(skill.facts)]
     return drawn
-
-
-def _draw_form(rng: np.random.Generator, sort: str | None) -> Form:
-    forms = [form for form in FORMS if sort is None or form.sort == sort]
-    return forms[int(rng.integers(len(forms)))]
 
 
 def make_sample(

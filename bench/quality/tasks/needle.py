@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from bench.quality.tasks.drawn import Drawn, distractors, spread
-from bench.quality.wording import ReferenceWording, choose_form
-from tools.reference_model.forms import Words
+from bench.quality.wording import ReferenceWording
+from tools.reference_model.forms import Words, draw_form
+
+ASKED_OF_MANY = 6  # single facts
+FACTS, ASKED = 4, 3  # of which one answer has several
 
 
 def single(
@@ -23,12 +26,12 @@ def multi_key(
     return _same(rng, wording, words, density, "multi-key", facts=32)
 
 
-def _same(rng, wording, words, density, task: str, facts: int, asked: int = 6) -> Drawn:
+def _same(rng, wording, words, density, task: str, facts: int) -> Drawn:
     drawn, form = Drawn(), wording.form(rng, task)
-    for depth in spread(rng, asked):
+    for depth in spread(rng, ASKED_OF_MANY):
         fact = wording.draw(rng, "same", words, form)
         drawn.asked.append(((wording.turn(fact),), drawn.lay(fact, depth)))
-    for _ in range(distractors(wording.share(facts), asked, density)):
+    for _ in range(distractors(wording.share(facts), ASKED_OF_MANY, density)):
         drawn.lay(wording.draw(rng, "same", words, form))
     return drawn
 
@@ -47,11 +50,11 @@ def multi_query(
     return _skill(rng, wording, words, density, "pair")
 
 
-def _skill(rng, wording, words, density, skill: str, facts: int = 4, asked: int = 3) -> Drawn:
+def _skill(rng, wording, words, density, skill: str) -> Drawn:
     drawn = Drawn()
-    for depth in spread(rng, asked):
-        task = wording.draw(rng, skill, words, choose_form(rng, "words"))
+    for depth in spread(rng, ASKED):
+        task = wording.draw(rng, skill, words, draw_form(rng, "words"))
         drawn.asked.append(((wording.turn(task),), drawn.lay(task, depth)))
-    for _ in range(distractors(facts, asked, density)):
-        drawn.lay(wording.draw(rng, skill, words, choose_form(rng, "words")))
+    for _ in range(distractors(FACTS, ASKED, density)):
+        drawn.lay(wording.draw(rng, skill, words, draw_form(rng, "words")))
     return drawn
