@@ -11,6 +11,8 @@ from tools.reference_model.documents import cut_lines, load_source
 from tools.reference_model.forms import Form, Words
 from tools.reference_model.tasks import Question, Task, lay_in
 
+ASKED = 6  # of a document
+
 
 @dataclass(frozen=True)
 class NumberedForm(Form):
@@ -55,7 +57,7 @@ NUMBERED = {
 
 
 def numbered_document(
-    source: str, seed: int, tokens: int, count_tokens: Callable[[str], int], asked: int = 6
+    source: str, seed: int, tokens: int, count_tokens: Callable[[str], int]
 ) -> tuple[str, list[Question]]:
     """A real document of at most `tokens` tokens with numbers laid in all over it.
 
@@ -65,8 +67,8 @@ def numbered_document(
         The document, ending with a newline, and a question for each number.
     """
     rng, words = np.random.default_rng(seed), Words(distinct=True)
-    tasks = [NUMBERED["needle"].draw(rng, words) for _ in range(asked)]
+    tasks = [NUMBERED["needle"].draw(rng, words) for _ in range(ASKED)]
     spent = sum(count_tokens(fact + "\n") for task in tasks for fact in task.facts)
-    depths = [float(depth) for depth in (rng.permutation(asked) + rng.random(asked)) / asked]
+    depths = [float(depth) for depth in (rng.permutation(ASKED) + rng.random(ASKED)) / ASKED]
     text = cut_lines(load_source(source), tokens - spent, count_tokens)
     return lay_in(rng, text, tasks, depths)

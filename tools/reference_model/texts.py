@@ -44,32 +44,22 @@ def list_files(package: str, ending: str) -> list[Path]:
     return sorted(path for path in paths if path.is_file())
 
 
-def load_texts(packages: dict[str, str] | None = None) -> list[Text]:
-    """Read every text, in an order that does not depend on the machine.
-
-    Parameters
-    ----------
-    packages : dict of str to str
-        Debian package -> ending of its prose files.
-
-    Returns
-    -------
-    list of Text
+def load_texts() -> list[Text]:
+    """Reads every text, in an order that does not depend on the machine.
 
     Raises
     ------
     MissingTexts
         When the texts are missing, or are too short to train on. Nothing is installed here.
     """
-    packages = PACKAGES if packages is None else packages
-    missing = [name for name, ending in packages.items() if not list_files(name, ending)]
+    missing = [name for name, ending in PACKAGES.items() if not list_files(name, ending)]
     if missing:
         raise MissingTexts(
-            f"texts: {' and '.join(packages)} must be installed (Debian packages), missing "
+            f"texts: {' and '.join(PACKAGES)} must be installed (Debian packages), missing "
             f"{' and '.join(missing)}; run: make texts"
         )
     texts = []
-    for package, ending in packages.items():
+    for package, ending in PACKAGES.items():
         for path in list_files(package, ending):
             if path.name not in SKIPPED:
                 body = path.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n")
@@ -79,7 +69,7 @@ def load_texts(packages: dict[str, str] | None = None) -> list[Text]:
     megabytes = sum(len(text.body) for text in texts) / 1e6
     if megabytes < MEGABYTES_MIN:
         raise MissingTexts(
-            f"texts: {MEGABYTES_MIN} MB must be found in {list(packages)}, got {megabytes:.1f} MB;"
-            f" their files were removed; run: apt-get install --reinstall {' '.join(packages)}"
+            f"texts: {MEGABYTES_MIN} MB must be found in {list(PACKAGES)}, got {megabytes:.1f} MB;"
+            f" their files were removed; run: apt-get install --reinstall {' '.join(PACKAGES)}"
         )
     return texts
