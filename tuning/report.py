@@ -1,4 +1,4 @@
-"""A report of a tuning: pictures and a page that tell why these settings, and a table."""
+"""A report of a tuning: a page of pictures and a table that tell why these settings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from kvswap_torch.memory_size import format_bytes
 from kvswap_torch.tuning import figures
@@ -131,19 +127,6 @@ def require_matplotlib() -> None:
             "report: needs matplotlib, which is not installed; run: pip install matplotlib, or ask "
             "for no report"
         ) from error
-
-
-def print_report(data: ReportData, console: Console, most: int = 8) -> None:
-    """The chosen setting and its neighbours as a table, and the warnings."""
-    table = Table(title=f"Settings within {format_bytes(data.budget_bytes)}")
-    table.add_column("setting")
-    for name in COLUMNS[1:]:
-        table.add_column(name, justify="right")
-    for point in [data.chosen, *neighbours(data, most)]:
-        table.add_row(*_row(point, data), style="bold" if point.chosen else "")
-    console.print(table)
-    for warning in data.warnings:
-        console.print(f"[yellow]{escape(warning)}")
 
 
 COLUMNS = ("setting", "recall", "tokens/s", "ms/token", "waiting", "read/token", "memory", "")

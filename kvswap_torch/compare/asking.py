@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 CHUNK = 4096  # tokens of the document per forward pass
 CONTAINS, EXACT = "contains", "exact"
 STEPS, ONE_PASS = "steps", "chunk"
-WAYS = (STEPS, ONE_PASS)
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,6 @@ def offloading_hooks(module: nn.Module) -> list[Any]:
     return [each for each in hooks if getattr(each, "offload", False)]
 
 
-def is_offloaded(model: nn.Module) -> bool:
-    """Whether any module of a model has weights that come and go."""
-    return any(offloading_hooks(module) for module in model.modules())
-
-
 def devices_of(module: nn.Module) -> set[torch.device]:
     """Where the parameters of `module` and all below it compute."""
     found: set[torch.device] = set()

@@ -141,11 +141,6 @@ class WeightsReader:
         """Of one of the buffers: the largest block."""
         return max(block.nbytes for block in self._blocks)
 
-    @property
-    def pass_bytes(self) -> int:
-        """What one forward pass reads."""
-        return sum(block.nbytes for block in self._blocks)
-
     def holds(self, name: str) -> bool:
         return name in self._of
 

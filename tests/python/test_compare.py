@@ -247,7 +247,7 @@ def test_an_answer_follows_what_is_begun_for_it_after_a_space(is_chat, prefix, a
 
 
 @needs_native
-@pytest.mark.parametrize("way", asking.WAYS)
+@pytest.mark.parametrize("way", [asking.STEPS, asking.ONE_PASS])
 def test_a_budget_that_covers_gives_what_one_pass_without_a_cache_gives(
     way, questions, tmp_path
 ) -> None:

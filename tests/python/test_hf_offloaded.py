@@ -13,7 +13,7 @@ from kvswap_torch import ConfigError, KVSwapCache, UnsupportedModelError
 from kvswap_torch.cli.conversation import Conversation
 from kvswap_torch.cli.prompt import PLAIN, make_prompt
 from kvswap_torch.hf.families import input_device, model_parts
-from kvswap_torch.hf.offloaded import StoredTensors, is_offloaded
+from kvswap_torch.hf.offloaded import StoredTensors
 from kvswap_torch.hf.weights_digest import weights_of
 from kvswap_torch.integrations.scoring import score
 from tests.python import every_model
@@ -59,7 +59,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("padding", [(), (0, 5)], ids=["even", "left-padded"])
 def test_a_covering_budget_gives_the_tokens_of_a_cache_in_memory(pair, padding, tmp_path) -> None:
     model, offloaded = pair
-    assert is_offloaded(offloaded) and not is_offloaded(model)
+    assert StoredTensors(offloaded) and not StoredTensors(model)
     inputs = prompt(2, 20, padding=padding)
     expected = greedy(model, inputs)
     with KVSwapCache(offloaded, tmp_path, config=COVERING) as cache:

@@ -18,7 +18,7 @@ from kvswap_torch.tuning.calibration import CalibrationOptions, calibrate
 from kvswap_torch.tuning.choices import Choices
 from kvswap_torch.tuning.observe import Calibrator
 from kvswap_torch.tuning.recall import Choice
-from kvswap_torch.tuning.samples import Sample, windows
+from kvswap_torch.tuning.samples import Sample
 from kvswap_torch.tuning.settings import prediction_losses, true_query_layers
 from kvswap_torch.tuning.work import from_calibration, pick_summary_dtype
 from tests.python import every_model
@@ -243,16 +243,6 @@ def test_a_projection_is_made_for_the_query_that_selects(calibrated):
         for layer, query in enumerate(queries):
             pair = calibration.pairs["query_aware", query][layer]
             assert known.pairs_for(config)[layer] is pair
-
-
-def test_windows_cut_a_long_text():
-    cut = windows(torch.arange(1000), 300, 100)
-    assert [len(piece.ids) for piece in cut] == [300, 300, 300]
-    assert [piece.focus for piece in cut] == [200, 200, 200]
-    with pytest.raises(ValueError, match="give a longer text"):
-        windows(torch.arange(100), 300, 10)
-    with pytest.raises(ValueError, match="decoded must be 1 to 299"):
-        windows(torch.arange(1000), 300, 300)
 
 
 @pytest.mark.parametrize("focus", [0, TOKENS])

@@ -29,7 +29,7 @@ from kvswap_torch.cli.app import app
 from kvswap_torch.cli.load import load_model
 from kvswap_torch.half_linear import HalfLinear
 from kvswap_torch.hf import weights_memory
-from kvswap_torch.hf.offloaded import is_offloaded
+from kvswap_torch.hf.offloaded import StoredTensors
 from kvswap_torch.hf.unloaded import unloaded_model
 from kvswap_torch.hf.weights_memory import WeightsPlan, plan_weights, stored_as
 from kvswap_torch.integrations import load_on_disk
@@ -120,7 +120,7 @@ def test_all_that_fits_is_in_memory(tmp_path) -> None:
     model = saved(tmp_path)
     said: list[str] = []
     loaded = load_model(str(tmp_path), weights_memory=bytes_of(model), say=said.append)
-    assert not is_offloaded(loaded) and said == ["weights: all of them fit in --weights-memory"]
+    assert not StoredTensors(loaded) and said == ["weights: all of them fit in --weights-memory"]
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
