@@ -20,7 +20,7 @@ from kvswap_torch import (
     KVSwapError,
 )
 from kvswap_torch.hf import cache as cache_module
-from tests.python.tiny_models import COVERING, forward, greedy, prompt, tiny_model
+from tests.python.tiny_models import COVERING, ctrl_c, forward, greedy, prompt, tiny_model
 
 # Lengths, as transformers asks for them.
 
@@ -280,14 +280,8 @@ def test_an_interrupted_pass(llama, open_cache):
     """Layers of different length are noticed and made equal; the same pass may be run again."""
     cache = open_cache(llama)
     inputs = prompt(1, 12)
-
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
-    handle = llama.model.layers[1].mlp.register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c(llama.model.layers[1].mlp, after=True):
         forward(llama, inputs["input_ids"], cache)
-    handle.remove()
     assert torch.equal(greedy(llama, inputs), greedy(llama, inputs))
     assert cache.get_seq_length() == 0
     assert torch.equal(greedy(llama, inputs, cache), greedy(llama, inputs))
@@ -309,14 +303,8 @@ def test_an_interrupted_pass_of_a_hybrid_model(gemma, open_cache):
 def test_an_interrupted_pass_that_declared_padding(llama, open_cache):
     cache = open_cache(llama)
     padded, plain = prompt(2, 12, padding=(0, 3)), prompt(2, 12)
-
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
-    handle = llama.model.layers[0].self_attn.q_proj.register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c(llama.model.layers[0].self_attn.q_proj, after=True):
         forward(llama, padded["input_ids"], cache, attention_mask=padded["attention_mask"])
-    handle.remove()
     assert torch.equal(greedy(llama, plain, cache), greedy(llama, plain))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +12,21 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
 from kvswap_torch import KVSwapCache, KVSwapError
 from kvswap_torch.hf.open_pass import OpenPass
-from tests.python.tiny_models import COVERING, greedy, has_native, prompt, tiny_model
+from tests.python.tiny_models import (
+    COVERING,
+    ctrl_c,
+    forward,
+    greedy,
+    has_native,
+    prompt,
+    tiny_model,
+)
 
 pytestmark = [
     pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built"),
     pytest.mark.usefixtures("one_thread"),
 ]
 STEP = torch.tensor([[5]])
-
-
-@contextmanager
-def ctrl_c(module: Any) -> Iterator[None]:
-    """The next pass ends before `module`, as by Ctrl-C: no hook is run."""
-
-    def raises(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = module.register_forward_pre_hook(raises)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        handle.remove()
-
-
-def forward(model: Any, ids: torch.Tensor, cache: Any, **given: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids, past_key_values=cache, **given).logits
 
 
 def go_on(model: Any, ids: torch.Tensor, *caches: Any) -> list[torch.Tensor]:

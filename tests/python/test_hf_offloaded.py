@@ -22,6 +22,7 @@ from tests.python.tiny_models import (
     COVERING,
     TIGHT,
     character_tokenizer,
+    ctrl_c,
     forward,
     greedy,
     has_native,
@@ -186,16 +187,10 @@ def test_an_interrupted_pass_is_taken_back(pair, tmp_path) -> None:
     ids = prompt(1, 24)["input_ids"]
     with KVSwapCache(model, tmp_path, config=TIGHT) as cache:
         expected = [forward(model, part, cache) for part in (ids[:, :20], ids[:, 20:])]
-
-    def fail(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     with KVSwapCache(offloaded, tmp_path, config=TIGHT) as cache:
         assert torch.equal(forward(offloaded, ids[:, :20], cache), expected[0])
-        handle = offloaded.model.layers[1].mlp.register_forward_pre_hook(fail)
-        with pytest.raises(KeyboardInterrupt):
+        with ctrl_c(offloaded.model.layers[1].mlp):
             forward(offloaded, ids[:, 20:], cache)
-        handle.remove()
         assert torch.equal(forward(offloaded, ids[:, 20:], cache), expected[1])
 
 

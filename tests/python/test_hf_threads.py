@@ -13,7 +13,7 @@ import torch
 
 from kvswap_torch import KVSwapCache, KVSwapError
 from kvswap_torch.errors import ClosedError
-from tests.python.tiny_models import COVERING, TIGHT, forward, greedy, prompt, tiny_model
+from tests.python.tiny_models import COVERING, TIGHT, ctrl_c, forward, greedy, prompt, tiny_model
 
 pytestmark = pytest.mark.parametrize("sessions", ["native", "host device"], indirect=True)
 
@@ -118,14 +118,8 @@ def test_an_interrupted_pass_does_not_last_into_the_next(llama, open_cache):
     """Ctrl-C leaves a pass without its last hooks; masks of other caches must be theirs again."""
     cache, inputs = open_cache(llama), INPUTS["padded"]
     expected = greedy(llama, inputs)
-
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
-    handle = llama.model.layers[1].mlp.register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c(llama.model.layers[1].mlp, after=True):
         forward(llama, inputs["input_ids"], cache)
-    handle.remove()
     assert torch.equal(greedy(llama, inputs), expected)
     with ThreadPoolExecutor(1) as threads:
         assert torch.equal(threads.submit(greedy, llama, inputs).result(), expected)

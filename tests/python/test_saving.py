@@ -25,6 +25,7 @@ from tests.python.tiny_models import (
     COVERING,
     FAMILIES,
     TIGHT,
+    ctrl_c,
     forward,
     greedy,
     has_native,
@@ -223,15 +224,9 @@ def test_a_pass_that_was_interrupted_is_neither_saved_nor_forked(
     """It is taken back; where a recurrent layer's state has changed, that cannot be."""
     model = every_model.build(family) if family == "Qwen3Next" else tiny_model(family)
     cache, out = filled(model, tmp_path)
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with cache:
-        hook = model.model.layers[1].register_forward_hook(interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with ctrl_c(model.model.layers[1], after=True):
             forward(model, prompt(1, 9)["input_ids"], cache)
-        hook.remove()
         if family == "Qwen3Next":
             for use in (lambda: cache.save(tmp_path / "a"), cache.fork):
                 with pytest.raises(KVSwapError, match="interrupted"):

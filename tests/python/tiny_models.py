@@ -6,6 +6,8 @@ Weights are drawn with a large spread, so that tokens vary and attention is not 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -165,3 +167,21 @@ def forward(model: Any, ids: torch.Tensor, cache: Any, **arguments: Any) -> torc
     """Logits of one pass, ``[batch, tokens, vocabulary]``."""
     with torch.no_grad():
         return model(ids, **cache_argument(model, cache), **arguments).logits
+
+
+@contextmanager
+def ctrl_c(module: Any, *, after: bool = False) -> Iterator[None]:
+    """The next pass ends before `module`, or after it, as by Ctrl-C: no later hook is run."""
+
+    def raises(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    register = module.register_forward_hook if after else module.register_forward_pre_hook
+    handle = register(raises)
+    try:
+        yield
+    except KeyboardInterrupt:
+        return
+    finally:
+        handle.remove()
+    raise AssertionError("ctrl_c: the module must be called, it was not")
