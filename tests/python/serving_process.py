@@ -161,6 +161,13 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served.close()
 
 
+def ended_well(parent: Served) -> Iterator[Served]:
+    """For a fixture: what a test has started is ended, and not by a crash."""
+    yield parent
+    if parent._pid:
+        assert parent.end() == 0
+
+
 def main() -> None:
     import torch
     import uvicorn  # noqa: F401  (before the fork)

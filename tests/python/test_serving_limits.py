@@ -19,7 +19,7 @@ import pytest
 
 from kvswap_torch.hf.serving import limits
 from kvswap_torch.hf.serving.limits import Limits
-from tests.python.serving_process import Served, served_model
+from tests.python.serving_process import Served, ended_well, served_model
 from tests.python.test_serving import send
 from tests.python.tiny_models import EOS, has_native
 
@@ -34,14 +34,7 @@ KIND = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: applic
 
 
 parent = pytest.fixture(served_model, scope="module", name="parent")
-
-
-@pytest.fixture
-def served(parent: Served) -> Iterator[Served]:
-    """What a test has started is ended, and not by a crash."""
-    yield parent
-    if parent._pid:
-        assert parent.end() == 0
+served = pytest.fixture(ended_well, name="served")
 
 
 def peak(served: Served) -> int:

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 
 from kvswap_torch import KVSwapCache
 from kvswap_torch.hf.serving.page import FILES, beginning, file_of
-from tests.python.serving_process import Served, make_model, served_model
+from tests.python.serving_process import Served, ended_well, make_model, served_model
 from tests.python.test_serving import document, send
 from tests.python.tiny_models import COVERING, has_native
 
@@ -25,14 +24,8 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 parent = pytest.fixture(served_model, scope="module", name="parent")
+served = pytest.fixture(ended_well, name="served")
 BROWSER = os.environ.get("KVSWAP_TEST_BROWSER") or shutil.which("chromium")
-
-
-@pytest.fixture
-def served(parent: Served) -> Iterator[Served]:
-    yield parent
-    if parent._pid:
-        assert parent.end() == 0
 
 
 def ingest(served: Served, text: str, **headers: str) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ import logging
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 
 from kvswap_torch.cli.serve_log import JsonLines
 from kvswap_torch.hf.serving.counts import COUNTERS, GAUGES, HISTOGRAMS, Counts
-from tests.python.serving_process import Served, served_model
+from tests.python.serving_process import Served, ended_well, served_model
 from tests.python.test_serving import document, send
 from tests.python.test_serving_front import Desk
 from tests.python.tiny_models import has_native
@@ -25,13 +24,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 parent = pytest.fixture(served_model, scope="module", name="parent")
-
-
-@pytest.fixture
-def served(parent: Served) -> Iterator[Served]:
-    yield parent
-    if parent._pid:
-        assert parent.end() == 0
+served = pytest.fixture(ended_well, name="served")
 
 
 def ask(served: Served, prompt: str, **fields: Any) -> dict[str, Any]:
