@@ -25,18 +25,12 @@ from kvswap_torch.config import Summary, UserRetention
 from kvswap_torch.hf.saving import _found_anywhere
 from kvswap_torch.saved_path import named
 from tests.python import every_model
+from tests.python.test_cli import QUESTIONS, document
 from tests.python.tiny_models import character_tokenizer, has_native, tiny_model
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
-QUESTIONS = ["What is the colour?", "And the number?"]
+__all__ = ["document"]  # a fixture
 LENGTH = ["--max-new-tokens", "4"]
-
-
-@pytest.fixture
-def document(tmp_path: Path) -> Path:
-    path = tmp_path / "document.txt"
-    path.write_text("The colour of the house is blue, the number is nine. " * 6, encoding="utf-8")
-    return path
 
 
 def kvswap(*words: Any, typed: str | bytes = "") -> str:
@@ -288,9 +282,9 @@ def test_a_document_has_the_settings_of_its_length(tiny_model_dir: Path, tmp_pat
     long.write_text("The colour of the house is blue, the number is nine. " * 66)
     short.write_text("The colour of the house is blue. " * 45)
     usual = ["--path", tmp_path, "--kv-memory", "1MiB"]
-    for document in (long, short):
-        book, read = tmp_path / document.stem, ["--prefill-chunk", "64"] * (document == long)
-        kvswap("ingest", document, "--model", tiny_model_dir, "-o", book, *usual, *read)
+    for each in (long, short):
+        book, read = tmp_path / each.stem, ["--prefill-chunk", "64"] * (each == long)
+        kvswap("ingest", each, "--model", tiny_model_dir, "-o", book, *usual, *read)
         kvswap("ask", book, *asked(["?" * 100] * 2), "--max-new-tokens", "60", *usual)
 
 
