@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import struct
 from pathlib import Path
 
@@ -13,9 +12,8 @@ import torch
 
 from kvswap_torch import CorruptionError, KVSwapCache, KVSwapError
 from kvswap_torch._C import SavedCache
-from tests.python.faulty_kernel import checksum_of
 from tests.python.saved_conversation import beams_are_equal, goes_on
-from tests.python.saved_manifest import resigned
+from tests.python.saved_manifest import copied, put_state, state_of
 from tests.python.test_presets_generate import model_of, small
 from tests.python.tiny_models import forward, greedy, has_native, prompt, tiny_model
 
@@ -120,26 +118,19 @@ def test_a_state_that_was_changed_and_signed_again_is_our_error(tmp_path: Path) 
     with opened_with(model, tmp_path) as cache:
         out = greedy(model, prompt(1, 130), cache, tokens=6)
         cache.save(tmp_path / "a")
-    whole = (tmp_path / "a" / "state.safetensors").read_bytes()
-    length = struct.unpack("<Q", whole[:8])[0]
-    header = json.loads(whole[8 : 8 + length])
+    whole, places = state_of(tmp_path / "a")
     chosen, found = random.Random(1), {}
     words = ("cluster", "centroid", "reuse", "chosen")
-    tensors = sorted(name for name in header if any(word in name for word in words))
+    tensors = sorted(name for name in places if any(word in name for word in words))
     kinds = {name.split(".")[-1] for name in tensors}
     assert len(kinds) == 15, kinds
     for number in range(300):
         name = tensors[number % len(tensors)]
-        begin, end = header[name]["data_offsets"]
-        place = 8 + length + begin + 4 * chosen.randrange((end - begin) // 4)
+        begin, end = places[name]
+        place = begin + 4 * chosen.randrange((end - begin) // 4)
         new = struct.pack("<i", chosen.choice((-1, -2, 0, 1, 1024, 0x7FC00000)))
-        state = whole[:place] + new + whole[place + 4 :]
-        target = tmp_path / "b"
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(tmp_path / "a", target)
-        (target / "state.safetensors").write_bytes(state)
-        with resigned(target) as manifest:
-            manifest["state_checksum"] = f"{checksum_of(state):016x}"
+        target = copied(tmp_path / "a", tmp_path / "b")
+        put_state(target, whole[:place] + new + whole[place + 4 :])
         kind = name.split(".")[-1]
         try:
             with KVSwapCache.open(model, target, path=tmp_path, probe=False) as cache:

@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 from kvswap_torch import CorruptionError, KVSwapCache, KVSwapError
 from kvswap_torch.cli.app import app
 from kvswap_torch.config import PATHS
-from tests.python.faulty_kernel import checksum_of
 from tests.python.saved_conversation import filled, goes_on
-from tests.python.saved_manifest import resigned, signed
+from tests.python.saved_manifest import copied, put_state, resigned, signed
 from tests.python.tiny_models import TIGHT, has_native, tiny_model
 
 pytestmark = [
@@ -46,12 +45,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple]:
             cache.save(folder / "a")
             made[family] = (model, folder / "a", out, goes_on(model, cache, out, tokens=4))
     return made
-
-
-def copied(saved: Path, target: Path) -> Path:
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(saved, target)
-    return target
 
 
 def leaves(value: Any, at: tuple = ()) -> Iterator[tuple]:
@@ -117,18 +110,14 @@ def test_mutated_manifests_and_states_are_our_errors(
     for number in range(MUTATIONS):
         model, saved, out, _ = whole[FAMILIES[number % 2]]
         target = copied(saved, tmp_path / "a")
-        manifest = json.loads((saved / "manifest.json").read_text())
-        state = (saved / "state.safetensors").read_bytes()
         how = chosen.choice(("manifest", "bytes", "shape", "drop"))
         if how == "manifest":
-            at = chosen.choice([at for at in leaves(manifest) if at[0] != "checksum"])
-            put(manifest, at, chosen.choice((*VALUES, DELETED)))
+            with resigned(target) as manifest:
+                at = chosen.choice([at for at in leaves(manifest) if at[0] != "checksum"])
+                put(manifest, at, chosen.choice((*VALUES, DELETED)))
         else:
-            state = mutated(state, how, chosen)
-            manifest["state_bytes"] = len(state)
-            manifest["state_checksum"] = f"{checksum_of(state):016x}"
-        (target / "state.safetensors").write_bytes(state)
-        (target / "manifest.json").write_bytes(signed(manifest))
+            state = (saved / "state.safetensors").read_bytes()
+            put_state(target, mutated(state, how, chosen))
         got = used(model, target, out, probe=bool(number % 3))
         kinds[got if isinstance(got, str) else "tokens"] = 1
     assert "CorruptionError" in kinds
@@ -169,11 +158,7 @@ def without(saved: Path, *names: str) -> None:
         offset += end - begin
         pieces.append(data[begin:end])
     text = json.dumps(kept).encode()
-    whole = struct.pack("<Q", len(text)) + text + b"".join(pieces)
-    (saved / "state.safetensors").write_bytes(whole)
-    with resigned(saved) as manifest:
-        manifest["state_bytes"] = len(whole)
-        manifest["state_checksum"] = f"{checksum_of(whole):016x}"
+    put_state(saved, struct.pack("<Q", len(text)) + text + b"".join(pieces))
 
 
 @pytest.mark.parametrize("lost", [("key",), ("query",), ("key", "query")])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
-import struct
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,8 @@ import torch
 from kvswap_torch import CorruptionError, KVSwapCache, KVSwapError
 from kvswap_torch.config import UserRetention
 from kvswap_torch.plug_ins import TokenScores
-from tests.python.faulty_kernel import checksum_of
 from tests.python.saved_conversation import beams_are_equal, goes_on
-from tests.python.saved_manifest import resigned
+from tests.python.saved_manifest import copied, put_state, state_of
 from tests.python.test_presets_generate import model_of, small
 from tests.python.tiny_models import TIGHT, forward, greedy, has_native, prompt
 
@@ -141,24 +138,17 @@ def test_a_state_that_was_changed_and_signed_again_is_our_error(name: str, tmp_p
     with opened_with(name, model, tmp_path) as cache:
         out = greedy(model, prompt(1, 130), cache, tokens=6)
         cache.save(tmp_path / "a")
-    whole = (tmp_path / "a" / "state.safetensors").read_bytes()
-    length = struct.unpack("<Q", whole[:8])[0]
-    header = json.loads(whole[8 : 8 + length])
+    whole, places = state_of(tmp_path / "a")
     chosen, found = random.Random(1), set()
-    tensors = [each for each in header if each.endswith((".kept", ".kept_sizes"))]
+    tensors = [each for each in places if each.endswith((".kept", ".kept_sizes"))]
     assert len(tensors) == 2 * model.config.num_hidden_layers
     for number in range(120):
-        begin, end = header[tensors[number % len(tensors)]]["data_offsets"]
+        begin, end = places[tensors[number % len(tensors)]]
         # Mostly what is small: counts, and the first of each set.
-        place = 8 + length + min(end - 4, begin + int((end - begin) * chosen.random() ** 3))
+        place = min(end - 4, begin + int((end - begin) * chosen.random() ** 3))
         new = chosen.choice((b"\xff" * 4, b"\0" * 4, b"\x01\0\0\0", b"\0\0\xc0\x7f"))
-        state = whole[:place] + new + whole[place + 4 :]
-        target = tmp_path / "b"
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(tmp_path / "a", target)
-        (target / "state.safetensors").write_bytes(state)
-        with resigned(target) as manifest:
-            manifest["state_checksum"] = f"{checksum_of(state):016x}"
+        target = copied(tmp_path / "a", tmp_path / "b")
+        put_state(target, whole[:place] + new + whole[place + 4 :])
         try:
             with KVSwapCache.open(model, target, path=tmp_path, probe=False) as cache:
                 goes_on(model, cache, out, tokens=20)
