@@ -1,4 +1,4 @@
-"""Decoding on a GPU: KV on disk against KV in its memory and against reading everything back.
+"""Decoding on a GPU: KV on disk against KV in its memory and in the host's.
 
     python -m bench.gpu_decode --out gpu_decode
 
@@ -27,14 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from bench import machine
-from bench.contenders import kv_file_size
-from bench.full_restore import FullRestoreCache
 from bench.gpu_predicted import predicted
-from bench.kv_file import KvFile
 from bench.shapes import SHAPES, Shape, make_model
 from kvswap_torch import KVSwapCache, SwapConfig
 from kvswap_torch.cache_argument import cache_argument
@@ -74,7 +71,7 @@ OURS = {
 }
 # These select, step by step, what SmolLM2 selected in a text (bench/recorded.py).
 OF_A_TEXT = ("kvswap-text", "kvswap-text-k400")
-CONTENDERS = (*OURS, "inplace", "dynamic", "offloaded", "static", "restore")
+CONTENDERS = (*OURS, "inplace", "dynamic", "offloaded")
 
 
 class InPlaceLayer(DynamicLayer):
@@ -129,35 +126,6 @@ def pieces(case: Case, device: torch.device) -> Iterator[tuple[torch.Tensor, tor
         yield keys, keys.flip(-1)
 
 
-class OnDevice(FullRestoreCache):
-    """Reads all of a layer from disk at each step, then copies it to the device."""
-
-    def __init__(self, device: torch.device, file: KvFile):
-        super().__init__(file)
-        self.device = device
-        if device.type == "cuda":
-            for memory in self._buffers():
-                error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0)
-                if int(error):
-                    raise RuntimeError(f"full restore: its buffers must be locked, got {error}")
-
-    def _buffers(self) -> list[torch.Tensor]:
-        return [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in self.reader.buffers]
-
-    def close(self) -> None:
-        super().close()  # nothing is read into them any more
-        if self.device.type == "cuda":
-            finish(self.device)
-            for memory in self._buffers():
-                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-
-    def restore(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = super().restore(layer)
-        if self.device.type == "cpu":
-            return keys, values
-        return keys.to(self.device), values.to(self.device)
-
-
 def config_of(name: str) -> SwapConfig:
     settings = {
         "selection.group_tokens": 4,
@@ -192,21 +160,9 @@ def open_kvswap(name: str, model: Any, case: Case, path: Path, device: torch.dev
 def open_cache(name: str, model: Any, case: Case, path: Path, device: torch.device) -> Any:
     if name in OURS:
         return open_kvswap(name, model, case, path, device)
-    if name == "restore":
-        size = kv_file_size(case.shape, case.batch, case.context)
-        file = KvFile(path, case.shape.layers, size, DTYPE)
-        for layer in range(case.shape.layers):
-            begin = 0
-            for keys, values in pieces(case, device):
-                file.write(layer, begin, keys.cpu(), values.cpu())
-                begin += keys.shape[2]
-        file.flush()
-        return OnDevice(device, file)
     if name == "inplace":
         rows = case.context + ROOM_TOKENS
         cache = Cache(layers=[InPlaceLayer(rows) for _ in range(case.shape.layers)])
-    elif name == "static":
-        cache = StaticCache(config=model.config, max_cache_len=case.context + ROOM_TOKENS)
     elif name == "offloaded":
         cache = DynamicCache(config=model.config, offloading=True)
     else:
@@ -274,8 +230,8 @@ def measure(
     try:
         finish(device)
         filled = time.perf_counter()
-        # Each of their steps reads the whole cache: few are enough, more than few are minutes.
-        steps, warm_up = (4, 1) if name in ("restore", "offloaded") else (steps, steps // 4)
+        # Each of its steps copies the whole cache: few are enough, more than few are minutes.
+        steps, warm_up = (4, 1) if name == "offloaded" else (steps, steps // 4)
         chooses = [recorded.follow(cache.driver.session, case.batch)] if recorded else []
         decode(model, cache, case, device, warm_up, None, *chooses)
         before = cache.stats() if name in OURS else None
@@ -331,7 +287,7 @@ def room_on(device: torch.device, memory_gib: float | None) -> float:
 
 def fits(name: str, case: Case, room: float) -> bool:
     """Whether a cache that is whole in memory, twice while it grows, leaves room for the model."""
-    if name in OURS or name in ("offloaded", "restore"):
+    if name in OURS or name == "offloaded":
         return True
     return (1.3 if name == "inplace" else 2.5) * case.kv_bytes < room
 

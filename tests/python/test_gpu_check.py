@@ -207,7 +207,7 @@ def test_a_full_cache_that_does_not_fit_is_left_out() -> None:
         for gib in (16, 24, None)
     }  # fmt: skip
     assert case.kv_bytes == 16 * 2**30
-    assert fitting[16] == {*gpu_decode.OURS, "offloaded", "restore"}
+    assert fitting[16] == {*gpu_decode.OURS, "offloaded"}
     assert fitting[24] == fitting[16] | {"inplace"}
     assert fitting[None] == set(gpu_decode.CONTENDERS)
 
