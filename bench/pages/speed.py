@@ -19,7 +19,8 @@ WHAT = (
     " attended twice, the worst case, but where choices are those that a model made. Published"
     " settings: score by sum, rank 32, prefetch in every layer, 400 tokens. Defaults: a cache that"
     " was given the memory alone. No prefetch: measured before `verify` became its mode, so that"
-    " no read is overlapped."
+    " no read is overlapped. Limit: what the bytes that such a step of the defaults reads, weights"
+    " too, take at the measured speed of memory and disk, at once."
 )
 LOWER = "Lower is better"
 LATENT_LABELS = {"preset:exact": "kvswap, all tokens"}
@@ -31,13 +32,19 @@ def speed_rows(results: list[Result] | None = None) -> Iterator[str]:
     yield caption(WHAT, results, LOWER)
     columns = ["model, tokens, batch", "disk", "KV memory", "published", "defaults"]
     columns += [label(key) for key in SHOWN]
-    yield from head([*columns, "defaults' time over StaticCache's"])
+    yield from head([*columns, "defaults' time over StaticCache's", "defaults' limit"])
     for result in results:
         rows = result["contenders"]
         memory = part_of(rows["kvswap"]["kv_memory_bytes"] / result["kv_bytes_full"])
         cells = [title(result), result["device"], memory]
         cells += [_ms(result, key) for key in ("kvswap", "default", *SHOWN)]
-        yield line([*cells, over(rows, "default", "static")])
+        yield line([*cells, over(rows, "default", "static"), limit(rows)])
+
+
+def limit(rows: Result) -> str:
+    """Of the defaults' step, and how often they take it."""
+    found = rows.get("default", {}).get("roofline")
+    return f"{found['ms']:.1f}, {found['distance']:.2f} times it" if found else NOT_MEASURED
 
 
 def over(rows: Result, one: str, other: str) -> str:
