@@ -30,8 +30,7 @@ BENCHMARKS = {
     "reader": Benchmark("random reads beside fio", "3 min; fio"),
     "gpu": Benchmark("each op on a GPU against its bandwidth", "1 min; a GPU"),
     "gpu_decode": Benchmark("ms per step on a GPU", "2 min; a GPU"),
-    "gpu_table": Benchmark("writes the tables of docs/gpu.md from results", "1 s"),
-    "table": Benchmark("writes tables and plots of docs/benchmarks from results", "5 s"),
+    "table": Benchmark("writes tables and plots of the docs from results", "5 s"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs from bench/results, or from shapes, and their plots.
+"""Writes the tables of README.md and docs from results, or from shapes, and their plots.
 
     python -m bench table
 
@@ -14,14 +14,16 @@ from typing import Any
 
 from bench import headline
 from bench.machine import RESULTS
-from bench.pages import answers, fit, home, plots, presets, reuse, speed
+from bench.pages import answers, fit, gpu, home, plots, presets, reuse, speed
 from bench.side_by_side.report import OF_LATENT, OF_LLAMA
 from bench.side_by_side.report import load as load_cells
 
 FOLDER = Path("docs/benchmarks")
 FIT = Path("docs/how-to/will-it-fit.md")
 HOME = Path("docs/index.md")
-PAGES = (Path("README.md"), HOME, FOLDER / "index.md", FOLDER / "methodology.md", FIT)
+GPU = Path("docs/gpu.md")
+README = Path("README.md")
+PAGES = (README, HOME, FOLDER / "index.md", FOLDER / "methodology.md", FIT, GPU)
 # Runs that fill table 2.
 OF_LENGTHS = ("reference_model_defaults", "reference_model_34_16k", "reference_model_34_32k")
 OF_PRESETS = ("13", "fp8", "heads", "end", "smaller")  # runs that fill table 4
@@ -61,6 +63,10 @@ TABLES = {
     "reader": lambda: reuse.reader_rows(load("reader")),
     "fit-32k": lambda: fit.rows(fit.CONTEXTS[0]),
     "fit-128k": lambda: fit.rows(fit.CONTEXTS[1]),
+    "gpu-facts": lambda: gpu.fact_rows(gpu.latest()),
+    "gpu-steps": lambda: gpu.step_rows(gpu.latest()),
+    "gpu-ops": lambda: gpu.op_rows(gpu.latest()),
+    "gpu-decode": lambda: gpu.decode_rows(gpu.latest()),
 }
 
 
@@ -76,7 +82,10 @@ def main() -> None:
     tables = {name: "\n".join(table()) for name, table in TABLES.items()}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        page.write_text(with_tables(text, tables), encoding="utf-8")
+        text = with_tables(text, tables)
+        if page == README:
+            text = gpu.readme(text, gpu.latest())
+        page.write_text(text, encoding="utf-8")
     of_presets = presets.joined(preset_results(), "16384")
     plots.draw_all(FOLDER, load_cells(), real_results(), of_presets)
 

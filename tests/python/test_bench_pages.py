@@ -29,7 +29,8 @@ def test_every_table_is_on_a_page_as_its_results_make_it(name):
     assert shown.count(begin) == shown.count(end) == 1
     made = "\n".join(table.TABLES[name]())
     assert shown.partition(begin)[2].partition(end)[0] == made, "python -m bench table"
-    if name != "headline" and not name.startswith("fit"):  # of shapes, not measured
+    # Of shapes, not measured; docs/gpu.md has a table of its own for what a visit was.
+    if name != "headline" and not name.startswith(("fit", "gpu")):
         caption = made.partition("\n")[0]
         assert re.search(r"Machine: .*cores.*Date: 2026-.*(low|high)er is better", caption, re.I)
     rows = [line for line in made.splitlines() if line.startswith("|")]

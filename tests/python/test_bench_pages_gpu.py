@@ -1,11 +1,13 @@
-"""docs/gpu.md's tables and README's line are what the results on a GPU say."""
+"""README's line about GPUs is what the results of a visit say."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import gpu_table
+from bench.pages import gpu
+from bench.table import README
 
 
 def row(cache: str, ms: float, batch: int = 1) -> dict[str, Any]:
@@ -27,9 +29,9 @@ RESULT: dict[str, Any] = {
 
 
 def test_a_step_is_compared_with_the_cache_in_place_of_the_same_batch() -> None:
-    assert gpu_table.from_in_place(RESULT, "memory (tmpfs)") == [2.0, 4.0, 5.0]
-    assert gpu_table.from_in_place(RESULT, "local disk") == [10.0]
-    text = gpu_table.in_short(RESULT)
+    assert gpu.from_in_place(RESULT, "memory (tmpfs)") == [2.0, 4.0, 5.0]
+    assert gpu.from_in_place(RESULT, "local disk") == [10.0]
+    text = gpu.in_short(RESULT)
     assert "2.0 to 5.0 times with records in memory (tmpfs)" in text
     assert "10.0 to 10.0 times with records on local disk" in text
     assert "all 2 steps of `make gpu-check` that ran passed on A card (2026-11-26)" in text
@@ -38,16 +40,14 @@ def test_a_step_is_compared_with_the_cache_in_place_of_the_same_batch() -> None:
 def test_a_step_that_failed_is_named() -> None:
     failed = copy.deepcopy(RESULT)
     failed["steps"][1]["outcome"] = "failed (1)"
-    assert "all but demo of the steps of" in gpu_table.in_short(failed)
+    assert "all but demo of the steps of" in gpu.in_short(failed)
 
 
-def test_the_pages_have_what_the_latest_result_says() -> None:
-    result = gpu_table.latest()
-    for path, make in ((gpu_table.PAGE, gpu_table.written), (gpu_table.README, gpu_table.readme)):
-        text = path.read_text(encoding="utf-8")
-        assert make(text, result) == text, f"{path.name}: python -m bench.gpu_table"
+def test_readme_has_what_the_latest_result_says() -> None:
+    text = (Path(__file__).resolve().parents[2] / README).read_text(encoding="utf-8")
+    assert gpu.readme(text, gpu.latest()) == text, "python -m bench table"
 
 
 def test_a_page_without_its_line_is_refused() -> None:
     with pytest.raises(SystemExit, match="README.md must have one line of"):
-        gpu_table.readme("nothing", RESULT)
+        gpu.readme("nothing", RESULT)

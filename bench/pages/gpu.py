@@ -1,20 +1,16 @@
-"""Writes the tables of docs/gpu.md from tests/gpu/results: ``python -m bench.gpu_table``.
-
-Each stands between `<!-- gpu:NAME -->` and `<!-- /gpu:NAME -->`; what is between them is replaced.
-README's line about GPUs is replaced too.
-"""
+"""The tables of docs/gpu.md, and README's line about GPUs, from tests/gpu/results."""
 
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "tests" / "gpu" / "results"
-PAGE = ROOT / "docs" / "gpu.md"
-README = ROOT / "README.md"
+from bench.pages.caption import head, line
+
+Result = dict[str, Any]
+RESULTS = Path(__file__).resolve().parents[2] / "tests" / "gpu" / "results"
 README_BEGIN = "- [On a GPU](docs/gpu.md): "
 OURS = {
     "kvswap": "100 groups",
@@ -33,44 +29,37 @@ CEILINGS = {
 PEERS = ("inplace", "dynamic", "offloaded")
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def step_rows(result: Result) -> Iterator[str]:
+    yield from head(["step", "outcome", "took"])
+    for row in result["steps"]:
+        yield line([row["step"], row["outcome"], f"{row['seconds']:.0f} s"])
 
 
-def steps(result: dict[str, Any]) -> str:
-    rows = [[row["step"], row["outcome"], f"{row['seconds']:.0f} s"] for row in result["steps"]]
-    return table(["step", "outcome", "took"], rows)
+def op_rows(result: Result) -> Iterator[str]:
+    yield from head(["op", "MiB", "µs", "GB/s", "to a copy", "its kernels alone", "expected"])
+    for row in result["ops"]["rows"]:
+        yield line(
+            [
+                row["op"],
+                f"{row['input_mib']}",
+                f"{row['microseconds']:.0f}",
+                f"{row['gb_per_s']:.0f}",
+                f"{row['ratio']:.2f}",
+                f"{row['kernel_ratio']:.2f}" if row["kernel_ratio"] else "",
+                row["predicted"],
+            ]
+        )
 
 
-def ops(result: dict[str, Any]) -> str:
-    rows = [
-        [
-            row["op"],
-            f"{row['input_mib']}",
-            f"{row['microseconds']:.0f}",
-            f"{row['gb_per_s']:.0f}",
-            f"{row['ratio']:.2f}",
-            f"{row['kernel_ratio']:.2f}" if row["kernel_ratio"] else "",
-            row["predicted"],
-        ]
-        for row in result["ops"]["rows"]
-    ]
-    head = ["op", "MiB", "µs", "GB/s", "to a copy", "its kernels alone", "expected"]
-    return table(head, rows)
-
-
-def milliseconds(row: dict[str, Any] | None) -> str:
-    return "" if row is None else f"{row['ms_median']:.1f}"
-
-
-def decode(result: dict[str, Any]) -> str:
-    found: dict[tuple[str, str, int, int], dict[str, Any]] = {}
+def decode_rows(result: Result) -> Iterator[str]:
+    found: dict[tuple[str, str, int, int], Result] = {}
     for place, part in result["decode"].items():
         for row in part.get("rows", []):
             found[place, row["cache"], row["context"], row["batch"]] = row
     measured = [peer for peer in PEERS if any(peer == name for _, name, _, _ in found)]
-    rows = []
+    columns = ["tokens", "batch", "ours", "disk", "ours, ms", *(f"{peer}, ms" for peer in measured)]
+    columns += ["read, MiB a step", "waited for it, ms", "device memory, MiB"]
+    yield from head(columns)
     for (place, name, context, batch), row in sorted(found.items(), key=lambda item: item[0][2:]):
         if name not in OURS:
             continue
@@ -80,30 +69,25 @@ def decode(result: dict[str, Any]) -> str:
             for peer in measured
         ]  # fmt: skip
         clock = row["stats"]["ms_per_step"]
-        rows.append([
+        yield line([
             f"{context:,}", str(batch), OURS[name], place,
-            milliseconds(row), *map(milliseconds, peers),
+            *("" if each is None else f"{each['ms_median']:.1f}" for each in (row, *peers)),
             f"{row['stats']['read_bytes_per_step'] / 2**20:.1f}", f"{clock['wait']:.1f}",
             f"{row['stats']['device_bytes'] / 2**20:.0f} of {row['kv_bytes_full'] / 2**20:.0f}",
         ])  # fmt: skip
-    head = ["tokens", "batch", "ours", "disk", "ours, ms", *(f"{peer}, ms" for peer in measured),
-            "read, MiB a step", "waited for it, ms", "device memory, MiB"]  # fmt: skip
-    return table(head, rows)
 
 
-def facts(result: dict[str, Any]) -> str:
-    ceilings = result["ops"].get("ceilings", {})
-    rows = [
-        ["card", result["device"]],
-        ["torch", f"{result['torch']}, CUDA {result['cuda']}"],
-        ["date", result["date"]],
-        ["command", f"`{result['command']}`"],
-        *([CEILINGS[name], f"{value:g}"] for name, value in ceilings.items()),
-    ]
-    return table(["what", "value"], rows)
+def fact_rows(result: Result) -> Iterator[str]:
+    yield from head(["what", "value"])
+    yield line(["card", result["device"]])
+    yield line(["torch", f"{result['torch']}, CUDA {result['cuda']}"])
+    yield line(["date", result["date"]])
+    yield line(["command", f"`{result['command']}`"])
+    for name, value in result["ops"].get("ceilings", {}).items():
+        yield line([CEILINGS[name], f"{value:g}"])
 
 
-def from_in_place(result: dict[str, Any], place: str) -> list[float]:
+def from_in_place(result: Result, place: str) -> list[float]:
     """A step of each of ours there by a step of the cache in place, which is measured once."""
     rows = [row for part in result["decode"].values() for row in part.get("rows", [])]
     peers = {(row["shape"], row["context"], row["batch"]): row["ms_median"]
@@ -116,7 +100,7 @@ def from_in_place(result: dict[str, Any], place: str) -> list[float]:
     return sorted(found)
 
 
-def in_short(result: dict[str, Any]) -> str:
+def in_short(result: Result) -> str:
     """README's line: what ran, and how far a step is from a cache in the device's memory."""
     failed = [row["step"] for row in result["steps"] if row["outcome"] != "ok"]
     passed = f"all but {', '.join(failed)} of the" if failed else f"all {len(result['steps'])}"
@@ -132,36 +116,16 @@ def in_short(result: dict[str, Any]) -> str:
     )
 
 
-def written(text: str, result: dict[str, Any]) -> str:
-    """The page with its tables made anew."""
-    for name, make in (("facts", facts), ("steps", steps), ("ops", ops), ("decode", decode)):
-        marked = re.compile(f"(<!-- gpu:{name} -->\n).*?(<!-- /gpu:{name} -->)", re.DOTALL)
-        made = make(result)
-        text, count = marked.subn(lambda m, made=made: f"{m[1]}{made}\n{m[2]}", text)
-        if count != 1:
-            raise SystemExit(f"gpu_table: {PAGE.name} must have one pair of markers gpu:{name}")
-    return text
-
-
-def readme(text: str, result: dict[str, Any]) -> str:
+def readme(text: str, result: Result) -> str:
     """README with its line made anew."""
     lines = text.splitlines(keepends=True)
-    at = [i for i, line in enumerate(lines) if line.startswith(README_BEGIN)]
+    at = [i for i, each in enumerate(lines) if each.startswith(README_BEGIN)]
     if len(at) != 1:
-        raise SystemExit(f"gpu_table: {README.name} must have one line of {README_BEGIN!r}")
+        raise SystemExit(f"table: README.md must have one line of {README_BEGIN!r}")
     lines[at[0]] = in_short(result) + "\n"
     return "".join(lines)
 
 
-def latest() -> dict[str, Any]:
+def latest() -> Result:
     results = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")]
     return max(results, key=lambda result: result["date"])
-
-
-def main() -> None:
-    for path, make in ((PAGE, written), (README, readme)):
-        path.write_text(make(path.read_text(encoding="utf-8"), latest()), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
