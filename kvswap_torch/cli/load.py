@@ -100,11 +100,14 @@ def load_config(name: str) -> Any:
     """
     from transformers import AutoConfig
 
-    wanted = "the folder or name of a Hugging Face model"
+    return _stock(AutoConfig, name, "the folder or name of a Hugging Face model")
+
+
+def _stock(auto: Any, name: str, wanted: str) -> Any:
     check_name(str(name), wanted)
     folder, file = _place_of(name)
     try:
-        return AutoConfig.from_pretrained(folder, **file)
+        return auto.from_pretrained(folder, **file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model: must be {wanted}, got {name!r}: {error}") from error
 
@@ -352,9 +355,4 @@ def load_tokenizer(name: str, *, wanted: str = MODEL) -> Any:
     """
     from transformers import AutoTokenizer
 
-    check_name(str(name), wanted)
-    folder, file = _place_of(name)
-    try:
-        return AutoTokenizer.from_pretrained(folder, **file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model: must be {wanted}, got {name!r}: {error}") from error
+    return _stock(AutoTokenizer, name, wanted)
