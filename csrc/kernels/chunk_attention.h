@@ -12,7 +12,7 @@ struct ChunkAttentionArgs {
   const void* query = nullptr;    // [heads, queries, head_dim], strides below
   int64_t query_head_stride = 0;  // elements, as all strides; head_dim is contiguous
   int64_t query_token_stride = 0;
-  float* output = nullptr;               // [queries, heads, head_dim] in and out
+  float* output = nullptr;               // [queries, heads, value_width()] in and out
   float* log_sum_exp = nullptr;          // [queries, heads] in and out; -inf: nothing so far
   const void* const* records = nullptr;  // [ceil(tokens / group_tokens)]; null: `view` has them
   TokenView view = {};                   // only read

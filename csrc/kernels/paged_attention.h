@@ -17,7 +17,7 @@ struct PagedAttentionArgs {
   int64_t query_batch_stride = 0;  // elements; head_dim is contiguous
   int64_t query_head_stride = 0;
   int64_t query_token_stride = 0;
-  void* output = nullptr;                // [batch, queries, heads, head_dim] contiguous
+  void* output = nullptr;                // [batch, queries, heads, value_width()] contiguous
   float* log_sum_exp = nullptr;          // [batch, heads, queries]; null: not wanted
   const void* const* pages = nullptr;    // [batch, table_heads, pages_max]: base of each page
   const uint64_t* masks = nullptr;       // [batch, table_heads, pages_max]: bit t: token t counts

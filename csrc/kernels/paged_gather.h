@@ -11,7 +11,7 @@ namespace kvswap {
 struct PagedGatherArgs {
   const void* const* pages = nullptr;  // [batch, table_heads, pages_max]; null: zeros
   void* keys = nullptr;                // [batch, kv_heads(), pages_max * group_tokens, head_dim]
-  void* values = nullptr;              // the same
+  void* values = nullptr;              // the same, rows of value_width()
   int64_t pages_max = 0;
   int64_t table_heads = 1;  // 1: one table for all KV heads; else one for each
   int64_t batch = 0;

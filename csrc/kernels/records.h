@@ -6,21 +6,28 @@
 
 namespace kvswap {
 
-/// A record holds `[kv_heads, sides, group_tokens, head_dim]`: each head's K, then its V. With one
-/// side, K is the values too: what latent attention (MLA) caches. Elements are moved as raw bytes
-/// of `element_bytes` (2 or 4).
+/// A record holds `[kv_heads, sides, group_tokens, head_dim]`: each head's K, then its V, whose
+/// rows may be narrower. With one side, K is the values too: what latent attention (MLA) caches.
+/// Elements are moved as raw bytes of `element_bytes` (2 or 4).
 struct RecordShape {
   int64_t kv_heads = 0;
   int64_t group_tokens = 0;
   int64_t head_dim = 0;
   int64_t element_bytes = 0;
-  int64_t sides = 2;  // or 1
+  int64_t sides = 2;      // or 1
+  int64_t value_dim = 0;  // of a row of V, at most head_dim; 0: as wide as K
 
+  /// Elements of a token's V.
+  int64_t value_width() const { return value_dim == 0 ? head_dim : value_dim; }
+  /// Of a KV head's K, and of its V.
+  int64_t side_elements(int64_t side) const {
+    return group_tokens * (side == 0 ? head_dim : value_width());
+  }
   int64_t payload_bytes() const { return kv_heads * head_elements() * element_bytes; }
   /// From one KV head's K to the next one's.
-  int64_t head_elements() const { return sides * group_tokens * head_dim; }
+  int64_t head_elements() const { return side_elements(0) + (sides - 1) * side_elements(1); }
   /// From a KV head's K to its V.
-  int64_t value_elements() const { return (sides - 1) * group_tokens * head_dim; }
+  int64_t value_elements() const { return (sides - 1) * side_elements(0); }
 };
 
 /// K and V of one sequence and one layer as tensors see them: element (h, t, d) of K stands at

@@ -1,7 +1,7 @@
 #include "engine/backend/record_packings.h"
 
 #include "kernels/int4_records.h"
-#include "kernels/record_codec.h"
+#include "kernels/record_rows.h"
 
 namespace kvswap {
 
@@ -25,27 +25,25 @@ class Int4Packing final : public RecordPacking {
 class Float8TokenPacking final : public RecordPacking {
  public:
   Float8TokenPacking(const RecordShape& shape, DType dtype)
-      : tokens_(shape), dtype_(dtype), elements_(shape.payload_bytes() / shape.element_bytes) {
-    // The tokens of a KV head stand one behind the other: each is like a head with one token.
-    tokens_.kv_heads *= shape.group_tokens;
-    tokens_.group_tokens = 1;
+      : shape_(shape), dtype_(dtype), elements_(shape.payload_bytes() / shape.element_bytes) {}
+  int64_t payload_bytes() const override {
+    return elements_ + 2 * shape_.kv_heads * shape_.group_tokens;
   }
-  int64_t payload_bytes() const override { return elements_ + 2 * tokens_.kv_heads; }
   void pack(const std::byte* record, std::byte* packed) const override {
     const void* from = record;
     void* to = packed;
-    encode_records(args(&from, &to, packed), {});
+    encode_record_rows(args(&from, &to, packed), {});
   }
   void unpack(const std::byte* packed, std::byte* record) const override {
     const void* from = packed;
     void* to = record;
     // Decoding writes none of them.
-    decode_records(args(&from, &to, const_cast<std::byte*>(packed)), {});
+    decode_record_rows(args(&from, &to, const_cast<std::byte*>(packed)), {});
   }
 
  private:
   RecordCodecArgs args(const void* const* from, void* const* to, std::byte* packed) const {
-    return {.shape = tokens_,
+    return {.shape = shape_,
             .dtype = dtype_,
             .from = from,
             .to = to,
@@ -53,7 +51,7 @@ class Float8TokenPacking final : public RecordPacking {
             .count = 1};
   }
 
-  RecordShape tokens_;
+  RecordShape shape_;
   DType dtype_;
   int64_t elements_;
 };

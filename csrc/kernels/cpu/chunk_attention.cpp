@@ -69,7 +69,8 @@ class Attender {
   explicit Attender(const ChunkAttentionArgs& args)
       : args_(args),
         dim_(args.shape.head_dim),
-        stride_(round_up_to_lanes(dim_)),
+        value_dim_(args.shape.value_width()),
+        stride_(round_up_to_lanes(value_dim_)),
         block_tokens_(std::clamp(kBlockNumbers / dim_ / kBlockTokensMin * kBlockTokensMin,
                                  kBlockTokensMin, kBlockTokensMax)),
         factor_(is_capped() ? kLog2e : args.scale * kLog2e) {
@@ -128,7 +129,7 @@ class Attender {
 
   void widen(const T* from, float* to) const {
     for (int64_t d = 0; d < stride_; d += kLanes) {
-      const int64_t left = std::min(kLanes, dim_ - d);
+      const int64_t left = std::min(kLanes, value_dim_ - d);
       const Floats numbers = from == nullptr  ? zeros()
                              : left == kLanes ? load(from + d)
                                               : load_some(from + d, left);
@@ -205,7 +206,7 @@ class Attender {
       KVSWAP_UNROLL
       for (int v = 0; v < kVectors; ++v) {
         const int64_t d = (vector + v) * kLanes;
-        const int64_t left = std::min(kLanes, dim_ - d);
+        const int64_t left = std::min(kLanes, value_dim_ - d);
         float* output = rows.output[r] + d;
         const Floats old = left == kLanes ? load(output) : load_some(output, left);
         const Floats now = multiply_add(old, old_share, multiply(sums[r][v], new_share));
@@ -220,6 +221,7 @@ class Attender {
 
   const ChunkAttentionArgs& args_;
   const int64_t dim_;
+  const int64_t value_dim_;
   const int64_t stride_;  // of a row of V: whole vectors
   const int64_t block_tokens_;
   const float factor_;  // from a score to its exponent of two

@@ -78,7 +78,7 @@ class Attender {
   KVSWAP_BF16 explicit Attender(const ChunkAttentionArgs& args)
       : args_(args),
         pairs_(divide_up(args.shape.head_dim, 2)),
-        vectors_(divide_up(args.shape.head_dim, kLanes)),
+        vectors_(divide_up(args.shape.value_width(), kLanes)),
         factor_(is_capped() ? kLog2e : args.scale * kLog2e) {
     const int64_t query = divide_up(kTileRows * pairs_, kLanes) * kLanes;
     const int64_t words = kBlockTokens * pairs_ + kBlockTokens / 2 * vectors_ * kLanes + query +
@@ -145,7 +145,7 @@ class Attender {
   KVSWAP_BF16 void lay_out_values(const uint16_t* first, const uint16_t* second,
                                   uint32_t* to) const {
     for (int64_t v = 0; v < vectors_; ++v) {
-      const int64_t left = std::min<int64_t>(kLanes, args_.shape.head_dim - v * kLanes);
+      const int64_t left = std::min<int64_t>(kLanes, args_.shape.value_width() - v * kLanes);
       const auto there = static_cast<__mmask16>((1U << left) - 1);
       const auto words = [&](const uint16_t* row) KVSWAP_BF16 {
         return row == nullptr
@@ -245,7 +245,7 @@ class Attender {
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) {
         const int64_t d = (vector + v) * kLanes;
-        const int64_t left = std::min<int64_t>(kLanes, args_.shape.head_dim - d);
+        const int64_t left = std::min<int64_t>(kLanes, args_.shape.value_width() - d);
         const auto there = static_cast<__mmask16>((1U << left) - 1);
         float* output = rows.output[r] + d;
         const __m512 old = _mm512_mul_ps(_mm512_maskz_loadu_ps(there, output), old_share);
@@ -256,11 +256,11 @@ class Attender {
 
   const ChunkAttentionArgs& args_;
   int64_t pairs_;                          // of head_dim
-  int64_t vectors_;                        // of head_dim
+  int64_t vectors_;                        // of a row of V
   float factor_;                           // from a score to its exponent of two
   __mmask16 counted_[kBlockVectors] = {};  // of the block, by vectors of tokens
   uint32_t* keys_ = nullptr;     // pairs of numbers: [vectors of tokens, pairs of head_dim, kLanes]
-  uint32_t* values_ = nullptr;   // pairs of tokens: [pairs of tokens, head_dim in whole vectors]
+  uint32_t* values_ = nullptr;   // pairs of tokens: [pairs of tokens, a row of V in whole vectors]
   uint32_t* query_ = nullptr;    // pairs of numbers: [kTileRows, pairs of head_dim]
   float* scores_ = nullptr;      // [kTileRows, kBlockTokens]
   uint16_t* weights_ = nullptr;  // bf16 [kTileRows, kBlockTokens]

@@ -25,9 +25,10 @@ const T* token_of(const ChunkAttentionArgs& args, int64_t kv_head, int64_t side,
   if (args.valid != nullptr && args.valid[t] == 0) return nullptr;
   const RecordShape& shape = args.shape;
   if (args.records != nullptr) {
-    const int64_t slot = (kv_head * shape.sides + side * (shape.sides - 1)) * shape.group_tokens +
-                         t % shape.group_tokens;
-    return static_cast<const T*>(args.records[t / shape.group_tokens]) + slot * shape.head_dim;
+    const int64_t first = kv_head * shape.head_elements() + side * shape.value_elements();
+    const int64_t width = side == 0 ? shape.head_dim : shape.value_width();
+    return static_cast<const T*>(args.records[t / shape.group_tokens]) + first +
+           t % shape.group_tokens * width;
   }
   const TokenView& view = args.view;
   return side == 0 ? static_cast<const T*>(view.keys) + kv_head * view.key_head_stride +
@@ -40,7 +41,7 @@ const T* token_of(const ChunkAttentionArgs& args, int64_t kv_head, int64_t side,
 struct SummaryEncoder {
   int64_t count = 0;                  // that are there
   const void* query[kTileRows] = {};  // [head_dim] of the dtype
-  float* output[kTileRows] = {};      // [head_dim]
+  float* output[kTileRows] = {};      // [value_width]
   float* log_sum_exp[kTileRows] = {};
   int64_t seen[kTileRows] = {};     // tokens of the block, the first ones
   int64_t most = 0;                 // of `seen`
@@ -64,7 +65,7 @@ inline SummaryEncoder rows_of(const ChunkAttentionArgs& args, int64_t kv_head, i
     const int64_t to = query * args.heads + head;
     rows.query[r] = static_cast<const char*>(args.query) +
                     (head * args.query_head_stride + query * args.query_token_stride) * bytes;
-    rows.output[r] = args.output + to * args.shape.head_dim;
+    rows.output[r] = args.output + to * args.shape.value_width();
     rows.log_sum_exp[r] = args.log_sum_exp + to;
     rows.seen[r] = std::clamp<int64_t>(args.query_position + query - position + 1, 0, tokens);
     rows.before[r] = args.log_sum_exp[to] * kLog2e;

@@ -35,6 +35,13 @@ inline float scale_of(uint8_t code) {
   return std::bit_cast<float>(static_cast<uint32_t>(code + kScaleBase) << kScaleShift);
 }
 
+/// Rows of one side of a KV head.
+struct Int4Rows {
+  int64_t tokens;
+  int64_t width;
+  bool has_mean;  // which stands before them
+};
+
 inline void scale_row(float* row, int64_t count, float factor) {
   for (int64_t i = 0; i < count; ++i) row[i] *= factor;
 }
@@ -131,8 +138,8 @@ inline void decode_block(uint8_t scale, const uint8_t* levels, float* block) {
 }
 
 template <int kBlock>
-inline void encode_row(const float* row, int64_t head_dim, uint8_t* coded, float* rounded) {
-  const int64_t blocks = head_dim / kBlock;
+inline void encode_row(const float* row, int64_t width, uint8_t* coded, float* rounded) {
+  const int64_t blocks = width / kBlock;
   for (int64_t b = 0; b < blocks; ++b) {
     encode_block<kBlock>(row + b * kBlock, coded + b, coded + blocks + b * (kBlock / 2),
                          rounded == nullptr ? nullptr : rounded + b * kBlock);
@@ -140,14 +147,14 @@ inline void encode_row(const float* row, int64_t head_dim, uint8_t* coded, float
 }
 
 template <int kBlock>
-inline void decode_row(const uint8_t* coded, int64_t head_dim, float* row) {
-  const int64_t blocks = head_dim / kBlock;
+inline void decode_row(const uint8_t* coded, int64_t width, float* row) {
+  const int64_t blocks = width / kBlock;
   for (int64_t b = 0; b < blocks; ++b) {
     decode_block<kBlock>(coded[b], coded + blocks + b * (kBlock / 2), row + b * kBlock);
   }
 }
 
-/// [rows, head_dim] in fp32, each row rotated.
+/// [rows, width] in fp32, each row rotated.
 template <int kBlock, typename T>
 inline void load_rotated(const T* side, int64_t count, float* rows) {
   for (int64_t i = 0; i < count; i += kLanes) store(load(side + i), rows + i);
@@ -175,85 +182,97 @@ inline void mean_of(const float* rows, int64_t count, int64_t head_dim, float* m
   if (counted > 0) scale_row(mean, head_dim, 1.0f / static_cast<float>(counted));
 }
 
+/// The rows of one side of a KV head: K's behind their mean, as differences to it.
 template <int kBlock, typename T>
-void encode_typed(const Int4Shape& shape, const std::byte* record, std::byte* coded) {
-  const auto [heads, tokens, head_dim, element_bytes, sides] = shape.record;
-  const int64_t count = tokens * head_dim, row_bytes = shape.row_bytes();
+void encode_side(const Int4Rows& of, const T* side, uint8_t* target) {
+  const auto [tokens, width, has_mean] = of;
+  const int64_t count = tokens * width, row_bytes = Int4Shape::row_bytes(width);
   thread_local std::vector<float> scratch;
-  scratch.resize(count + 2 * head_dim);
+  scratch.resize(count + 2 * width);
   float* rows = scratch.data();
   float* mean = rows + count;
-  float* rounded = mean + head_dim;
-  const T* side = reinterpret_cast<const T*>(record);
-  auto* target = reinterpret_cast<uint8_t*>(coded);
-  for (int64_t head = 0; head < heads; ++head) {
-    load_rotated<kBlock>(side, count, rows);
-    mean_of(rows, tokens, head_dim, mean);
-    encode_row<kBlock>(mean, head_dim, target, rounded);
+  float* rounded = mean + width;
+  load_rotated<kBlock>(side, count, rows);
+  if (has_mean) {
+    mean_of(rows, tokens, width, mean);
+    encode_row<kBlock>(mean, width, target, rounded);
     target += row_bytes;
-    for (int64_t t = 0; t < tokens; ++t, target += row_bytes) {
-      float* row = rows + t * head_dim;
-      for (int64_t d = 0; d < head_dim; ++d) row[d] -= rounded[d];
-      encode_row<kBlock>(row, head_dim, target, nullptr);
-    }
-    load_rotated<kBlock>(side + count, count, rows);
-    for (int64_t t = 0; t < tokens; ++t, target += row_bytes) {
-      encode_row<kBlock>(rows + t * head_dim, head_dim, target, nullptr);
-    }
-    side += 2 * count;
+  }
+  for (int64_t t = 0; t < tokens; ++t, target += row_bytes) {
+    float* row = rows + t * width;
+    for (int64_t d = 0; has_mean && d < width; ++d) row[d] -= rounded[d];
+    encode_row<kBlock>(row, width, target, nullptr);
   }
 }
 
 template <int kBlock, typename T>
-void decode_typed(const Int4Shape& shape, const std::byte* coded, std::byte* record) {
-  const auto [heads, tokens, head_dim, element_bytes, sides] = shape.record;
-  const int64_t count = tokens * head_dim, row_bytes = shape.row_bytes();
+void decode_side(const Int4Rows& of, const uint8_t* source, T* side) {
+  const auto [tokens, width, has_mean] = of;
+  const int64_t count = tokens * width, row_bytes = Int4Shape::row_bytes(width);
   thread_local std::vector<float> scratch;
-  scratch.resize(count + head_dim);
+  scratch.resize(count + width);
   float* rows = scratch.data();
   float* mean = rows + count;
-  T* side = reinterpret_cast<T*>(record);
-  const auto* source = reinterpret_cast<const uint8_t*>(coded);
-  for (int64_t head = 0; head < heads; ++head) {
-    decode_row<kBlock>(source, head_dim, mean);
+  if (has_mean) {
+    decode_row<kBlock>(source, width, mean);
     source += row_bytes;
-    for (int64_t t = 0; t < tokens; ++t, source += row_bytes) {
-      float* row = rows + t * head_dim;
-      decode_row<kBlock>(source, head_dim, row);
-      for (int64_t d = 0; d < head_dim; ++d) row[d] += mean[d];
-    }
-    store_rotated<kBlock>(rows, count, side);
-    for (int64_t t = 0; t < tokens; ++t, source += row_bytes) {
-      decode_row<kBlock>(source, head_dim, rows + t * head_dim);
-    }
-    store_rotated<kBlock>(rows, count, side + count);
-    side += 2 * count;
+  }
+  for (int64_t t = 0; t < tokens; ++t, source += row_bytes) {
+    float* row = rows + t * width;
+    decode_row<kBlock>(source, width, row);
+    for (int64_t d = 0; has_mean && d < width; ++d) row[d] += mean[d];
+  }
+  store_rotated<kBlock>(rows, count, side);
+}
+
+/// Calls body.operator()<block>().
+template <typename Body>
+void with_block(int64_t width, const Body& body) {
+  switch (Int4Shape::block_of(width)) {
+    case 64:
+      return body.template operator()<64>();
+    case 32:
+      return body.template operator()<32>();
+    default:
+      return body.template operator()<16>();
   }
 }
 
-/// Calls body.operator()<block, type of elements>().
+/// Calls body(rows, first element of the side, first byte of its code) for each side.
 template <typename Body>
-void with_block_and_type(const Int4Shape& shape, const Body& body) {
-  with_float_type(shape.dtype, [&]<typename T>() {
-    switch (shape.block()) {
-      case 64:
-        return body.template operator()<64, T>();
-      case 32:
-        return body.template operator()<32, T>();
-      default:
-        return body.template operator()<16, T>();
-    }
-  });
+void each_side(const Int4Shape& shape, const Body& body) {
+  const RecordShape& record = shape.record;
+  const Int4Rows keys = {record.group_tokens, record.head_dim, true};
+  const Int4Rows values = {record.group_tokens, record.value_width(), false};
+  const int64_t key_bytes = (record.group_tokens + 1) * Int4Shape::row_bytes(keys.width);
+  for (int64_t head = 0; head < record.kv_heads; ++head) {
+    const int64_t element = head * record.head_elements();
+    const int64_t byte = head * shape.head_bytes();
+    body(keys, element, byte);
+    body(values, element + record.value_elements(), byte + key_bytes);
+  }
 }
 
 void encode_int4(const Int4Shape& shape, const std::byte* record, std::byte* coded) {
-  with_block_and_type(
-      shape, [&]<int kBlock, typename T>() { encode_typed<kBlock, T>(shape, record, coded); });
+  with_float_type(shape.dtype, [&]<typename T>() {
+    each_side(shape, [&](const Int4Rows& rows, int64_t element, int64_t byte) {
+      with_block(rows.width, [&]<int kBlock>() {
+        encode_side<kBlock>(rows, reinterpret_cast<const T*>(record) + element,
+                            reinterpret_cast<uint8_t*>(coded) + byte);
+      });
+    });
+  });
 }
 
 void decode_int4(const Int4Shape& shape, const std::byte* coded, std::byte* record) {
-  with_block_and_type(
-      shape, [&]<int kBlock, typename T>() { decode_typed<kBlock, T>(shape, coded, record); });
+  with_float_type(shape.dtype, [&]<typename T>() {
+    each_side(shape, [&](const Int4Rows& rows, int64_t element, int64_t byte) {
+      with_block(rows.width, [&]<int kBlock>() {
+        decode_side<kBlock>(rows, reinterpret_cast<const uint8_t*>(coded) + byte,
+                            reinterpret_cast<T*>(record) + element);
+      });
+    });
+  });
 }
 
 }  // namespace kvswap::HWY_NAMESPACE
@@ -265,9 +284,9 @@ namespace kvswap {
 KVSWAP_EXPORT(encode_int4);
 KVSWAP_EXPORT(decode_int4);
 
-int64_t Int4Shape::block() const {
+int64_t Int4Shape::block_of(int64_t width) {
   for (const int64_t size : {64, 32}) {
-    if (record.head_dim % size == 0) return size;
+    if (width % size == 0) return size;
   }
   return kInt4HeadUnit;
 }

@@ -20,13 +20,14 @@ namespace kvswap::HWY_NAMESPACE {
 template <typename T>
 void store_output(const PagedAttentionArgs& args, int64_t sequence, int64_t head, int64_t query,
                   const float* values, float factor) {
+  const int64_t width = args.shape.value_width();
   T* output = static_cast<T*>(args.output) +
-              ((sequence * args.queries + query) * args.heads + head) * args.shape.head_dim;
+              ((sequence * args.queries + query) * args.heads + head) * width;
   int64_t d = 0;
-  for (; d + kLanes <= args.shape.head_dim; d += kLanes) {
+  for (; d + kLanes <= width; d += kLanes) {
     store(multiply(load(values + d), fill(factor)), output + d);
   }
-  for (; d < args.shape.head_dim; ++d) output[d] = from_float<T>(values[d] * factor);
+  for (; d < width; ++d) output[d] = from_float<T>(values[d] * factor);
 }
 
 void store_log_sum_exp(const PagedAttentionArgs& args, int64_t sequence, int64_t head,
@@ -147,12 +148,15 @@ class AttentionRun {
       const HeadBlock head{
           .slots = block.slots,
           .next_slots = is_last ? next.slots : block.slots,
+          .value_slots = block.value_slots,
+          .next_value_slots = is_last ? next.value_slots : block.value_slots,
           .tokens = block.count,
           .next_tokens = is_last ? next.count : block.count,
           .key_offset = key_offset(block, unit),
           .next_key_offset = is_last ? key_offset(next, 0) : key_offset(block, unit + 1),
           .side_bytes = args_.shape.value_elements() * element_bytes(block),
-          .head_dim = args_.shape.head_dim};
+          .head_dim = args_.shape.head_dim,
+          .value_dim = args_.shape.value_width()};
       score(state, head, block, unit);
       float scale = args_.scale;
       if (args_.softcap > 0.0f) {
@@ -207,8 +211,9 @@ class AttentionRun {
       return;
     }
     const int64_t place = (first_unit_ + unit) * cut_.rows + row;
-    float* target = partials.output + place * args_.shape.head_dim;
-    for (int64_t d = 0; d < args_.shape.head_dim; ++d) target[d] = values[d] * factor;
+    const int64_t width = args_.shape.value_width();
+    float* target = partials.output + place * width;
+    for (int64_t d = 0; d < width; ++d) target[d] = values[d] * factor;
     partials.log_sum_exp[place] = log_sum_exp;
   }
 
@@ -238,8 +243,8 @@ void attend_typed(const PagedAttentionArgs& args, const AttentionPartials& parti
 
 /// Joins the parts of one head's row, in rising order of pages. `first` is its place in part 0.
 float join_parts(const AttentionPartition& cut, const AttentionPartials& partials, int64_t first,
-                 int64_t head_dim) {
-  float* values = partials.output + first * head_dim;
+                 int64_t width) {
+  float* values = partials.output + first * width;
   float total = partials.log_sum_exp[first];
   for (int64_t part = 1; part < cut.parts; ++part) {
     const int64_t place = first + part * cut.kv_heads * cut.rows;
@@ -249,8 +254,8 @@ float join_parts(const AttentionPartition& cut, const AttentionPartials& partial
     const float both = larger + std::log(std::exp(total - larger) + std::exp(theirs - larger));
     const float weight = std::exp(total - both);
     const float other_weight = std::exp(theirs - both);
-    for (int64_t d = 0; d < head_dim; ++d) {
-      values[d] = weight * values[d] + other_weight * partials.output[place * head_dim + d];
+    for (int64_t d = 0; d < width; ++d) {
+      values[d] = weight * values[d] + other_weight * partials.output[place * width + d];
     }
     total = both;
   }
@@ -262,15 +267,16 @@ template <typename T>
 void merge_typed(const PagedAttentionArgs& args, const AttentionPartials& partials, int64_t begin,
                  int64_t end) {
   const AttentionPartition cut(args);
+  const int64_t width = args.shape.value_width();
   for (int64_t i = begin * cut.rows; i < end * cut.rows; ++i) {
     const int64_t row = i % cut.rows;
     const int64_t kv_head = i / cut.rows % cut.kv_heads;
     const int64_t sequence = i / cut.rows / cut.kv_heads;
     const int64_t first = (sequence * cut.parts * cut.kv_heads + kv_head) * cut.rows + row;
-    const float total = join_parts(cut, partials, first, args.shape.head_dim);
+    const float total = join_parts(cut, partials, first, width);
     const int64_t head = kv_head * (args.heads / cut.kv_heads) + row / args.queries;
-    store_output<T>(args, sequence, head, row % args.queries,
-                    partials.output + first * args.shape.head_dim, 1.0f);
+    store_output<T>(args, sequence, head, row % args.queries, partials.output + first * width,
+                    1.0f);
     store_log_sum_exp(args, sequence, head, row % args.queries, total);
   }
 }
@@ -300,9 +306,9 @@ void paged_attention(const PagedAttentionArgs& args, const Execution& execution)
   AttentionPartials partials;
   if (cut.parts > 1) {
     const int64_t rows = cut.units * cut.rows;
-    workspace.resize(std::max<size_t>(workspace.size(), rows * (args.shape.head_dim + 1)));
-    partials = {.output = workspace.data(),
-                .log_sum_exp = workspace.data() + rows * args.shape.head_dim};
+    const int64_t width = args.shape.value_width();
+    workspace.resize(std::max<size_t>(workspace.size(), rows * (width + 1)));
+    partials = {.output = workspace.data(), .log_sum_exp = workspace.data() + rows * width};
   }
   run_parallel(execution, cut.units, 1, [&](int64_t begin, int64_t end) {
     KVSWAP_DISPATCH(attend_units)(args, partials, begin, end);

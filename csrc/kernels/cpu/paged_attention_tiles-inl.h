@@ -22,7 +22,7 @@ inline constexpr float kNothing = -std::numeric_limits<float>::infinity();
 inline constexpr int kTileRows = kRegisters == 32 ? 4 : 2;
 inline constexpr int64_t kTileTokens = 4;
 
-/// fp32 state of the rows of one KV head; query and output are padded to whole vectors.
+/// fp32 state of the rows of one KV head; query and output are padded to whole vectors of K.
 struct AttentionState {
   int64_t rows = 0;
   int64_t stride = 0;
@@ -36,14 +36,17 @@ struct AttentionState {
 
 /// K and V of one head for a block of tokens, and those that come next.
 struct HeadBlock {
-  const char* const* slots = nullptr;       // [tokens, and on to a multiple of kTileTokens]
-  const char* const* next_slots = nullptr;  // [next_tokens]
+  const char* const* slots = nullptr;        // [tokens, and on to a multiple of kTileTokens]
+  const char* const* next_slots = nullptr;   // [next_tokens]
+  const char* const* value_slots = nullptr;  // [tokens], of V
+  const char* const* next_value_slots = nullptr;
   int64_t tokens = 0;
   int64_t next_tokens = 0;
   int64_t key_offset = 0;  // bytes from a slot to K of this head
   int64_t next_key_offset = 0;
   int64_t side_bytes = 0;  // from K to V
   int64_t head_dim = 0;
+  int64_t value_dim = 0;
 };
 
 /// Slots up to whole tiles of tokens: the last one again.
@@ -55,15 +58,16 @@ inline void pad_slots(TokenBlock& block) {
 /// Asks for a piece of a row that comes next. Pages are scattered, so the hardware does not guess
 /// where; a few lines at a time, all along, since only so many can be on their way at once.
 /// Always inlined: g++ takes a function that only prefetches for one without effect, and drops it.
-[[gnu::always_inline]] inline void prefetch_next(const HeadBlock& block, int64_t token,
+[[gnu::always_inline]] inline void prefetch_next(const HeadBlock& block,
+                                                 const char* const* next_slots, int64_t token,
                                                  int64_t offset, int64_t bytes) {
   constexpr int64_t kLineBytes = 64;
   if (token >= block.next_tokens) return;
-  const char* piece = block.next_slots[token] + block.next_key_offset + offset;
+  const char* piece = next_slots[token] + block.next_key_offset + offset;
   for (int64_t byte = 0; byte < bytes; byte += kLineBytes) __builtin_prefetch(piece + byte);
 }
 
-/// How much of a vector of head_dim is there: a tail is rare, and would cost the loops their
+/// How much of a vector of a row is there: a tail is rare, and would cost the loops their
 /// registers if it were looked for in them.
 enum class Extent { kWhole, kTail };
 
@@ -122,7 +126,7 @@ void score_rows(const AttentionState& state, int64_t first_row, const HeadBlock&
   const int64_t row_bytes = block.head_dim * static_cast<int64_t>(sizeof(T));
   for (int64_t token = 0; token < block.tokens; token += kTileTokens) {
     for (int64_t t = 0; first_row == 0 && t < kTileTokens; ++t) {
-      prefetch_next(block, token + t, 0, row_bytes);
+      prefetch_next(block, block.next_slots, token + t, 0, row_bytes);
     }
     score_tile<T, kRows>(state, first_row, block, token);
   }
@@ -146,12 +150,14 @@ void weigh_tile(const AttentionState& state, int64_t first_row, const HeadBlock&
     }
   }
   for (int64_t token = 0; token < block.tokens; ++token) {
-    if (first_row == 0) prefetch_next(block, token, piece_offset, piece_bytes);
-    const T* row = reinterpret_cast<const T*>(block.slots[token] + value_offset);
+    if (first_row == 0) {
+      prefetch_next(block, block.next_value_slots, token, piece_offset, piece_bytes);
+    }
+    const T* row = reinterpret_cast<const T*>(block.value_slots[token] + value_offset);
     Floats value[kVectors];
     KVSWAP_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      value[v] = load_part<kExtent>(row + d + v * kLanes, block.head_dim - d);
+      value[v] = load_part<kExtent>(row + d + v * kLanes, block.value_dim - d);
     }
     KVSWAP_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -170,13 +176,13 @@ void weigh_tile(const AttentionState& state, int64_t first_row, const HeadBlock&
 template <typename T, int kRows>
 void weigh_rows(const AttentionState& state, int64_t first_row, const HeadBlock& block) {
   int64_t d = 0;
-  for (; d + 4 * kLanes <= block.head_dim; d += 4 * kLanes) {
+  for (; d + 4 * kLanes <= block.value_dim; d += 4 * kLanes) {
     weigh_tile<Extent::kWhole, T, kRows, 4>(state, first_row, block, d);
   }
-  for (; d + kLanes <= block.head_dim; d += kLanes) {
+  for (; d + kLanes <= block.value_dim; d += kLanes) {
     weigh_tile<Extent::kWhole, T, kRows, 1>(state, first_row, block, d);
   }
-  if (d < block.head_dim) weigh_tile<Extent::kTail, T, kRows, 1>(state, first_row, block, d);
+  if (d < block.value_dim) weigh_tile<Extent::kTail, T, kRows, 1>(state, first_row, block, d);
 }
 
 /// score = softcap * tanh(scale * score / softcap); beyond 10, tanh is 1 in fp32.

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "kernels/float8_exponent.h"
+#include "kernels/record_rows.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/record_codec.cpp"
@@ -67,36 +68,48 @@ void decode_side(const Float8* source, T* target, int8_t exponent, int64_t count
   }
 }
 
-/// Sides are (record * kv_heads + KV head) * 2, K before V.
+/// Elements of a record that share an exponent: a side of a KV head, K before V, or of so many
+/// `parts` of it one.
+struct Part {
+  Part(const RecordShape& shape, int64_t parts, int64_t index) {
+    const int64_t side = index / parts;
+    const int64_t head = side / 2;
+    record = head / shape.kv_heads;
+    count = shape.side_elements(side % 2) / parts;
+    offset = head % shape.kv_heads * shape.head_elements() + side % 2 * shape.value_elements() +
+             index % parts * count;
+  }
+
+  int64_t record;
+  int64_t offset;
+  int64_t count;
+};
+
 template <typename T>
-void encode_typed(const RecordCodecArgs& args, int64_t begin, int64_t end) {
-  const int64_t of_record = args.shape.kv_heads * 2;
-  const int64_t count = args.shape.group_tokens * args.shape.head_dim;
-  for (int64_t side = begin; side < end; ++side) {
-    const int64_t offset = side % of_record * count;
-    encode_side(static_cast<const T*>(args.from[side / of_record]) + offset,
-                static_cast<Float8*>(args.to[side / of_record]) + offset, args.exponents + side,
-                args.dtype, count);
+void encode_typed(const RecordCodecArgs& args, int64_t parts, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    const Part part(args.shape, parts, i);
+    encode_side(static_cast<const T*>(args.from[part.record]) + part.offset,
+                static_cast<Float8*>(args.to[part.record]) + part.offset, args.exponents + i,
+                args.dtype, part.count);
   }
 }
 
 template <typename T>
-void decode_typed(const RecordCodecArgs& args, int64_t begin, int64_t end) {
-  const int64_t of_record = args.shape.kv_heads * 2;
-  const int64_t count = args.shape.group_tokens * args.shape.head_dim;
-  for (int64_t side = begin; side < end; ++side) {
-    const int64_t offset = side % of_record * count;
-    decode_side(static_cast<const Float8*>(args.from[side / of_record]) + offset,
-                static_cast<T*>(args.to[side / of_record]) + offset, args.exponents[side], count);
+void decode_typed(const RecordCodecArgs& args, int64_t parts, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    const Part part(args.shape, parts, i);
+    decode_side(static_cast<const Float8*>(args.from[part.record]) + part.offset,
+                static_cast<T*>(args.to[part.record]) + part.offset, args.exponents[i], part.count);
   }
 }
 
-void encode_sides(const RecordCodecArgs& args, int64_t begin, int64_t end) {
-  with_float_type(args.dtype, [&]<typename T>() { encode_typed<T>(args, begin, end); });
+void encode_parts(const RecordCodecArgs& args, int64_t parts, int64_t begin, int64_t end) {
+  with_float_type(args.dtype, [&]<typename T>() { encode_typed<T>(args, parts, begin, end); });
 }
 
-void decode_sides(const RecordCodecArgs& args, int64_t begin, int64_t end) {
-  with_float_type(args.dtype, [&]<typename T>() { decode_typed<T>(args, begin, end); });
+void decode_parts(const RecordCodecArgs& args, int64_t parts, int64_t begin, int64_t end) {
+  with_float_type(args.dtype, [&]<typename T>() { decode_typed<T>(args, parts, begin, end); });
 }
 
 }  // namespace kvswap::HWY_NAMESPACE
@@ -105,25 +118,41 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace kvswap {
 
-KVSWAP_EXPORT(encode_sides);
-KVSWAP_EXPORT(decode_sides);
+KVSWAP_EXPORT(encode_parts);
+KVSWAP_EXPORT(decode_parts);
 
 namespace {
 
-constexpr int64_t kSidesPerPiece = 16;
+constexpr int64_t kPartsPerPiece = 16;
+
+void encode(const RecordCodecArgs& args, int64_t parts, const Execution& execution) {
+  run_parallel(
+      execution, args.count * args.shape.kv_heads * 2 * parts, kPartsPerPiece,
+      [&](int64_t begin, int64_t end) { KVSWAP_DISPATCH(encode_parts)(args, parts, begin, end); });
+}
+
+void decode(const RecordCodecArgs& args, int64_t parts, const Execution& execution) {
+  run_parallel(
+      execution, args.count * args.shape.kv_heads * 2 * parts, kPartsPerPiece,
+      [&](int64_t begin, int64_t end) { KVSWAP_DISPATCH(decode_parts)(args, parts, begin, end); });
+}
 
 }  // namespace
 
 void encode_records(const RecordCodecArgs& args, const Execution& execution) {
-  run_parallel(
-      execution, args.count * args.shape.kv_heads * 2, kSidesPerPiece,
-      [&](int64_t begin, int64_t end) { KVSWAP_DISPATCH(encode_sides)(args, begin, end); });
+  encode(args, 1, execution);
 }
 
 void decode_records(const RecordCodecArgs& args, const Execution& execution) {
-  run_parallel(
-      execution, args.count * args.shape.kv_heads * 2, kSidesPerPiece,
-      [&](int64_t begin, int64_t end) { KVSWAP_DISPATCH(decode_sides)(args, begin, end); });
+  decode(args, 1, execution);
+}
+
+void encode_record_rows(const RecordCodecArgs& args, const Execution& execution) {
+  encode(args, args.shape.group_tokens, execution);
+}
+
+void decode_record_rows(const RecordCodecArgs& args, const Execution& execution) {
+  decode(args, args.shape.group_tokens, execution);
 }
 
 }  // namespace kvswap

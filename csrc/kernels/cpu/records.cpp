@@ -41,7 +41,8 @@ template <Direction kDirection>
 void transfer(const TransferArgs& args) {
   const RecordShape& shape = args.shape;
   const TokenView& view = args.tokens;
-  const int64_t row_bytes = shape.head_dim * shape.element_bytes;
+  const int64_t key_row = shape.head_dim * shape.element_bytes;
+  const int64_t value_row = shape.value_width() * shape.element_bytes;
   const int64_t head_bytes = shape.head_elements() * shape.element_bytes;
   const int64_t value_bytes = shape.value_elements() * shape.element_bytes;
   const bool has_values =
@@ -49,18 +50,19 @@ void transfer(const TransferArgs& args) {
   for (int64_t i = 0; i < args.count; ++i) {
     const int64_t length = args.lengths ? args.lengths[i] : shape.group_tokens;
     const int64_t first = args.first_tokens[i];
-    char* record =
-        static_cast<char*>(args.records[i]) + (args.slots ? args.slots[i] : 0) * row_bytes;
+    const int64_t slot = args.slots ? args.slots[i] : 0;
+    char* record = static_cast<char*>(args.records[i]);
     for (int64_t head = 0; head < shape.kv_heads; ++head) {
       const int64_t key = head * view.key_head_stride + first * view.key_token_stride;
       const int64_t value = head * view.value_head_stride + first * view.value_token_stride;
       copy_tokens<kDirection>(static_cast<char*>(view.keys) + key * shape.element_bytes,
                               view.key_token_stride * shape.element_bytes,
-                              record + head * head_bytes, length, row_bytes);
+                              record + head * head_bytes + slot * key_row, length, key_row);
       if (!has_values) continue;
       copy_tokens<kDirection>(static_cast<char*>(view.values) + value * shape.element_bytes,
                               view.value_token_stride * shape.element_bytes,
-                              record + head * head_bytes + value_bytes, length, row_bytes);
+                              record + head * head_bytes + value_bytes + slot * value_row, length,
+                              value_row);
     }
   }
 }

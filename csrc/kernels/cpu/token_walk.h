@@ -34,7 +34,7 @@ struct AttentionPartition {
 
 /// What the units leave behind when pages are split.
 struct AttentionPartials {
-  float* output = nullptr;       // [units, rows, head_dim]
+  float* output = nullptr;       // [units, rows, value_width]
   float* log_sum_exp = nullptr;  // [units, rows]
 };
 
@@ -42,7 +42,8 @@ struct AttentionPartials {
 struct TokenBlock {
   int64_t count = 0;
   bool is_float8 = false;
-  const char* slots[kBlockTokens] = {};  // page base + token * row bytes
+  const char* slots[kBlockTokens] = {};        // page base + token * bytes of a row of K
+  const char* value_slots[kBlockTokens] = {};  // the same of V
   int32_t positions[kBlockTokens] = {};
   int32_t places[kBlockTokens] = {};  // in the table: page * group_tokens + token
   const int8_t* exponents[kBlockTokens] =
@@ -80,8 +81,9 @@ class TokenWalk {
       if (position > last_position_) continue;
       const char* base = static_cast<const char*>(args_.pages[row_ + page_ - 1]);
       block.is_float8 = is_float8;
-      block.slots[block.count] =
-          base + token * args_.shape.head_dim * (is_float8 ? 1 : args_.shape.element_bytes);
+      const int64_t bytes = is_float8 ? 1 : args_.shape.element_bytes;
+      block.slots[block.count] = base + token * args_.shape.head_dim * bytes;
+      block.value_slots[block.count] = base + token * args_.shape.value_width() * bytes;
       block.exponents[block.count] = exponents;
       block.places[block.count] =
           static_cast<int32_t>((page_ - 1) * args_.shape.group_tokens + token);

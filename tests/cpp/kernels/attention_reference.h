@@ -15,6 +15,7 @@ struct AttentionShape {
   bool table_per_head = false;
   float softcap = 0.0f;
   bool has_sinks = false;
+  int64_t value_dim = 0;  // 0: as head_dim
 };
 
 /// Random pages, tables with holes, and the softmax over them in double.
@@ -24,7 +25,8 @@ struct AttentionCase {
     heads = s.kv_heads * s.ratio;
     table_heads = s.table_per_head ? s.kv_heads : 1;
     page_heads = s.table_per_head ? 1 : s.kv_heads;
-    page_elements = page_heads * 2 * s.group_tokens * s.head_dim;
+    value_dim = s.value_dim == 0 ? s.head_dim : s.value_dim;
+    page_elements = page_heads * s.group_tokens * (s.head_dim + value_dim);
     const int64_t rows = s.batch * table_heads;
     elements = random_elements<T>((rows * s.pages + 1) * page_elements, seed);
     query = random_elements<T>(s.batch * heads * s.queries * s.head_dim + 1, seed + 1);
@@ -45,12 +47,16 @@ struct AttentionCase {
     for (int64_t head = 0; s.has_sinks && head < heads; ++head) {
       sinks.push_back(static_cast<float>(head % 3) * 2.0f - 1.0f);
     }
-    output.resize(s.batch * s.queries * heads * s.head_dim, from_float<T>(-7.0f));
+    output.resize(s.batch * s.queries * heads * value_dim, from_float<T>(-7.0f));
     log_sum_exp.resize(s.batch * heads * s.queries, -7.0f);
   }
 
   PagedAttentionArgs args() {
-    const RecordShape record{page_heads, shape.group_tokens, shape.head_dim, sizeof(T)};
+    const RecordShape record = {.kv_heads = page_heads,
+                                .group_tokens = shape.group_tokens,
+                                .head_dim = shape.head_dim,
+                                .element_bytes = sizeof(T),
+                                .value_dim = shape.value_dim};
     PagedAttentionArgs a;
     a.query = query.data();
     a.query_batch_stride = heads * shape.queries * shape.head_dim;
@@ -82,18 +88,20 @@ struct AttentionCase {
     const int64_t kv_head = head / shape.ratio;
     const int64_t table = b * table_heads + (shape.table_per_head ? kv_head : 0);
     const int64_t side = shape.group_tokens * shape.head_dim;
+    const int64_t head_elements = shape.group_tokens * (shape.head_dim + value_dim);
     const T* row = &query[((b * shape.queries + q) * heads + head) * shape.head_dim];
     for (int64_t p = 0; p < page_counts[table]; ++p) {
       const int64_t i = table * shape.pages + p;
       for (int64_t t = 0; t < shape.group_tokens; ++t) {
         if (!(masks[i] >> t & 1) || positions[i] + t > query_positions[b] + q) continue;
-        const T* key = static_cast<const T*>(pages[i]) +
-                       (shape.table_per_head ? 0 : kv_head) * 2 * side + t * shape.head_dim;
+        const T* page =
+            static_cast<const T*>(pages[i]) + (shape.table_per_head ? 0 : kv_head) * head_elements;
+        const T* key = page + t * shape.head_dim;
         double score = 0;
         for (int64_t d = 0; d < shape.head_dim; ++d) score += to_float(row[d]) * to_float(key[d]);
         score *= double{0.2f};
         const double cap = shape.softcap;
-        visit(cap > 0 ? cap * std::tanh(score / cap) : score, key + side);
+        visit(cap > 0 ? cap * std::tanh(score / cap) : score, page + side + t * value_dim);
       }
     }
   }
@@ -104,19 +112,18 @@ struct AttentionCase {
       const int64_t head = i / shape.queries % heads;
       const int64_t b = i / shape.queries / heads;
       double total = sinks.empty() ? 0 : std::exp(double{sinks[head]});
-      std::vector<double> sums(shape.head_dim);
+      std::vector<double> sums(value_dim);
       for_each_seen(b, head, q, [&](double score, const T* value) {
         total += std::exp(score);
-        for (int64_t d = 0; d < shape.head_dim; ++d)
-          sums[d] += std::exp(score) * to_float(value[d]);
+        for (int64_t d = 0; d < value_dim; ++d) sums[d] += std::exp(score) * to_float(value[d]);
       });
       if (total == 0) {
         EXPECT_EQ(log_sum_exp[i], -std::numeric_limits<float>::infinity());
       } else {
         EXPECT_NEAR(log_sum_exp[i], std::log(total), 1e-4);
       }
-      const T* row = &output[((b * shape.queries + q) * heads + head) * shape.head_dim];
-      for (int64_t d = 0; d < shape.head_dim; ++d) {
+      const T* row = &output[((b * shape.queries + q) * heads + head) * value_dim];
+      for (int64_t d = 0; d < value_dim; ++d) {
         const double expected = total == 0 ? 0 : sums[d] / total;
         ASSERT_NEAR(to_float(row[d]), expected, tolerance_of<T>() * (1 + std::abs(expected)))
             << "sequence " << b << " head " << head << " query " << q << " d " << d;
@@ -125,7 +132,7 @@ struct AttentionCase {
   }
 
   AttentionShape shape;
-  int64_t heads, table_heads, page_heads, page_elements;
+  int64_t heads, table_heads, page_heads, value_dim, page_elements;
   std::vector<T> elements, query, output;
   std::vector<const void*> pages;
   std::vector<uint64_t> masks;

@@ -43,7 +43,8 @@ Mass expected_mass(const AttentionCase<T>& attention) {
       // Pages of a case stand one after the other, so that a value tells its slot.
       const int64_t at = value - attention.elements.data();
       const int64_t page = at / attention.page_elements - table * s.pages;
-      const int64_t token = at % attention.page_elements % side / s.head_dim;
+      const int64_t of_head = side + s.group_tokens * attention.value_dim;
+      const int64_t token = (at % attention.page_elements % of_head - side) / attention.value_dim;
       const double weight = std::exp(score) / total;
       const int64_t place = (b * s.kv_heads + kv_head) * slots + page * s.group_tokens + token;
       mass.mean[place] += weight / rows;

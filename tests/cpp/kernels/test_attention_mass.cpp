@@ -37,6 +37,7 @@ TEST_P(AttentionMass, OfEveryTypeAndShape) {
         {.batch = 3, .kv_heads = 2, .ratio = 1, .group_tokens = 13, .head_dim = 72, .pages = 11},
         {.batch = 2, .kv_heads = 2, .ratio = 2, .queries = 5, .group_tokens = 32, .pages = 40},
         {.batch = 3, .kv_heads = 4, .ratio = 4, .pages = 25, .table_per_head = true},
+        {.batch = 2, .kv_heads = 2, .ratio = 3, .head_dim = 72, .pages = 25, .value_dim = 40},
         {.kv_heads = 1, .ratio = 8, .group_tokens = 1, .head_dim = 1, .pages = 9},
         {.kv_heads = 1, .ratio = 2, .group_tokens = 64, .head_dim = 256, .pages = 20}}) {
     expect_matches_reference<float>(shape);

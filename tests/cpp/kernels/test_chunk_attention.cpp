@@ -24,6 +24,7 @@ struct Case {
   float softcap = 0.0f;
   bool has_padding = false;  // the first 17 tokens, and every 29th
   bool in_records = true;    // else a view [tokens, kv_heads, head_dim]
+  int64_t value_dim = 0;     // 0: as head_dim
 };
 
 /// Serial pieces in turn, from the last to the first: the order must not count.
@@ -37,10 +38,11 @@ class Chunk {
  public:
   explicit Chunk(const Case& of)
       : heads(of.kv_heads * of.ratio),
-        output(of.queries * heads * of.head_dim),
+        value_dim(of.value_dim == 0 ? of.head_dim : of.value_dim),
+        output(of.queries * heads * value_dim),
         log_sum_exp(of.queries * heads, kNever),
         keys(random_elements<T>(of.tokens * of.kv_heads * of.head_dim, 1)),
-        values(random_elements<T>(of.tokens * of.kv_heads * of.head_dim, 2)),
+        values(random_elements<T>(of.tokens * of.kv_heads * value_dim, 2)),
         query(random_elements<T>(heads * of.queries * of.head_dim, 3)),
         valid(of.tokens, 1),
         case_(of) {
@@ -50,7 +52,7 @@ class Chunk {
   /// Over tokens [begin, end), a group's multiple.
   void attend(int64_t begin, int64_t end, const ParallelFor* parallel = nullptr) {
     const Case& c = case_;
-    const int64_t row = c.kv_heads * c.head_dim;
+    const int64_t row = c.kv_heads * c.head_dim, value_row = c.kv_heads * value_dim;
     ChunkAttentionArgs args = {.query = query.data(),
                                .query_head_stride = c.queries * c.head_dim,
                                .query_token_stride = c.head_dim,
@@ -64,18 +66,22 @@ class Chunk {
                                .queries = c.queries,
                                .scale = scale(),
                                .softcap = c.softcap,
-                               .shape = {c.kv_heads, c.group_tokens, c.head_dim, sizeof(T)},
+                               .shape = {.kv_heads = c.kv_heads,
+                                         .group_tokens = c.group_tokens,
+                                         .head_dim = c.head_dim,
+                                         .element_bytes = sizeof(T),
+                                         .value_dim = c.value_dim},
                                .dtype = dtype_of<T>()};
     pack();
     if (c.in_records) {
       args.records = records_.data() + begin / c.group_tokens;
     } else {
       args.view = {.keys = keys.data() + begin * row,
-                   .values = values.data() + begin * row,
+                   .values = values.data() + begin * value_row,
                    .key_head_stride = c.head_dim,
                    .key_token_stride = row,
-                   .value_head_stride = c.head_dim,
-                   .value_token_stride = row};
+                   .value_head_stride = value_dim,
+                   .value_token_stride = value_row};
     }
     chunk_attention(args, {.parallel = parallel});
   }
@@ -89,17 +95,20 @@ class Chunk {
   }
 
   T& key(int64_t t, int64_t kv_head, int64_t d) { return keys[at(t, kv_head, d)]; }
-  T& value(int64_t t, int64_t kv_head, int64_t d) { return values[at(t, kv_head, d)]; }
+  T& value(int64_t t, int64_t kv_head, int64_t d) { return values[value_at(t, kv_head, d)]; }
 
-  int64_t heads;
+  int64_t heads, value_dim;
   std::vector<float> output, log_sum_exp;
-  std::vector<T> keys, values;  // [tokens, kv_heads, head_dim]
+  std::vector<T> keys, values;  // [tokens, kv_heads, head_dim or value_dim]
   std::vector<T> query;         // [heads, queries, head_dim]
   std::vector<uint8_t> valid;
 
  private:
   int64_t at(int64_t t, int64_t kv_head, int64_t d) const {
     return (t * case_.kv_heads + kv_head) * case_.head_dim + d;
+  }
+  int64_t value_at(int64_t t, int64_t kv_head, int64_t d) const {
+    return (t * case_.kv_heads + kv_head) * value_dim + d;
   }
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(case_.head_dim)); }
 
@@ -111,16 +120,18 @@ class Chunk {
   void pack() {
     const Case& c = case_;
     const int64_t groups = (c.tokens + c.group_tokens - 1) / c.group_tokens;
-    const int64_t record = c.kv_heads * 2 * c.group_tokens * c.head_dim;
+    const int64_t of_head = c.group_tokens * (c.head_dim + value_dim);
+    const int64_t record = c.kv_heads * of_head;
     packed_.assign(groups * record, from_float<T>(NAN));  // what is not there must not count
     records_.resize(groups);
     for (int64_t i = 0; i < groups; ++i) records_[i] = packed_.data() + i * record;
     for (int64_t t = 0; t < c.tokens; ++t) {
       for (int64_t h = 0; h < c.kv_heads; ++h) {
-        const int64_t slot = h * 2 * c.group_tokens + t % c.group_tokens;
-        T* to = packed_.data() + t / c.group_tokens * record + slot * c.head_dim;
-        std::copy_n(&keys[at(t, h, 0)], c.head_dim, to);
-        std::copy_n(&values[at(t, h, 0)], c.head_dim, to + c.group_tokens * c.head_dim);
+        const int64_t slot = t % c.group_tokens;
+        T* to = packed_.data() + t / c.group_tokens * record + h * of_head;
+        std::copy_n(&keys[at(t, h, 0)], c.head_dim, to + slot * c.head_dim);
+        std::copy_n(&values[value_at(t, h, 0)], value_dim,
+                    to + c.group_tokens * c.head_dim + slot * value_dim);
       }
     }
   }
@@ -148,13 +159,13 @@ class Chunk {
       EXPECT_NEAR(log_sum_exp[row], std::log(sum), tolerance(1e-4))
           << "query " << q << ", head " << head;
     }
-    for (int64_t d = 0; d < c.head_dim; ++d) {
+    for (int64_t d = 0; d < value_dim; ++d) {
       double expected = 0;
       for (int64_t t = 0; t < c.tokens && sum > 0; ++t) {
         if (weights[t] == 0) continue;
-        expected += weights[t] / sum * to_float(values[at(t, head / c.ratio, d)]);
+        expected += weights[t] / sum * to_float(values[value_at(t, head / c.ratio, d)]);
       }
-      ASSERT_NEAR(output[row * c.head_dim + d], expected, tolerance(6e-3))
+      ASSERT_NEAR(output[row * value_dim + d], expected, tolerance(6e-3))
           << "query " << q << ", head " << head << ", number " << d;
     }
   }
@@ -190,6 +201,9 @@ const Case kShapes[] = {{},
                         {.head_dim = 128},
                         {.head_dim = 256, .tokens = 70, .queries = 9},
                         {.head_dim = 512, .tokens = 150, .queries = 5},
+                        {.head_dim = 192, .value_dim = 128},
+                        {.head_dim = 72, .has_padding = true, .value_dim = 40},
+                        {.head_dim = 33, .in_records = false, .value_dim = 7},
                         {.group_tokens = 1},
                         {.group_tokens = 64},
                         {.in_records = false},

@@ -11,8 +11,9 @@ namespace {
 class Int4Records : public KernelTest {};
 
 template <typename T>
-Int4Shape shape_of(int64_t heads, int64_t tokens, int64_t head_dim) {
-  return {{heads, tokens, head_dim, static_cast<int64_t>(sizeof(T)), 2}, dtype_of<T>()};
+Int4Shape shape_of(int64_t heads, int64_t tokens, int64_t head_dim, int64_t value_dim = 0) {
+  const RecordShape record = {heads, tokens, head_dim, int64_t{sizeof(T)}, 2, value_dim};
+  return {record, dtype_of<T>()};
 }
 
 /// One record, encoded and decoded again.
@@ -43,10 +44,9 @@ std::vector<double> rotated(const std::vector<double>& row, int64_t block) {
 }
 
 template <typename T>
-std::vector<double> row_of(const std::vector<T>& record, const Int4Shape& shape, int64_t row) {
-  const int64_t head_dim = shape.record.head_dim;
-  std::vector<double> values(head_dim);
-  for (int64_t d = 0; d < head_dim; ++d) values[d] = to_float(record[row * head_dim + d]);
+std::vector<double> row_of(const std::vector<T>& record, int64_t first, int64_t width) {
+  std::vector<double> values(width);
+  for (int64_t d = 0; d < width; ++d) values[d] = to_float(record[first + d]);
   return values;
 }
 
@@ -61,28 +61,30 @@ double largest_of(const std::vector<double>& row, int64_t begin, int64_t block) 
 template <typename T>
 void expect_near(const Int4Shape& shape, const std::vector<T>& record) {
   const Coded<T> coded(shape, record);
-  const auto [heads, tokens, head_dim, element_bytes, sides] = shape.record;
-  const int64_t block = shape.block();
   constexpr double kHalfStep = 0.5 * 1.125 / 7.5;
-  for (int64_t head = 0; head < heads; ++head) {
-    const int64_t first = head * 2 * tokens;
-    std::vector<double> mean(head_dim);
-    for (int64_t t = 0; t < tokens; ++t) {
-      const std::vector<double> row = rotated(row_of(record, shape, first + t), block);
-      for (int64_t d = 0; d < head_dim; ++d) mean[d] += row[d] / static_cast<double>(tokens);
+  const int64_t tokens = shape.record.group_tokens;
+  for (int64_t side = 0; side < 2 * shape.record.kv_heads; ++side) {
+    const bool is_key = side % 2 == 0;
+    const int64_t width = is_key ? shape.record.head_dim : shape.record.value_width();
+    const int64_t block = width % 64 == 0 ? 64 : width % 32 == 0 ? 32 : 16;
+    const int64_t first = side / 2 * tokens * (shape.record.head_dim + shape.record.value_width()) +
+                          (is_key ? 0 : tokens * shape.record.head_dim);
+    std::vector<double> mean(width);
+    for (int64_t t = 0; is_key && t < tokens; ++t) {
+      const std::vector<double> row = rotated(row_of(record, first + t * width, width), block);
+      for (int64_t d = 0; d < width; ++d) mean[d] += row[d] / static_cast<double>(tokens);
     }
-    for (int64_t t = 0; t < 2 * tokens; ++t) {
-      const std::vector<double> row = rotated(row_of(record, shape, first + t), block);
-      const std::vector<double> back = rotated(row_of(coded.back, shape, first + t), block);
-      for (int64_t begin = 0; begin < head_dim; begin += block) {
+    for (int64_t t = 0; t < tokens; ++t) {
+      const std::vector<double> row = rotated(row_of(record, first + t * width, width), block);
+      const std::vector<double> back = rotated(row_of(coded.back, first + t * width, width), block);
+      for (int64_t begin = 0; begin < width; begin += block) {
         std::vector<double> difference = row;
-        double least = 0;
-        for (int64_t d = 0; t < tokens && d < head_dim; ++d) difference[d] -= mean[d];
-        if (t < tokens) least = kHalfStep * largest_of(mean, begin, block);
+        for (int64_t d = 0; d < width; ++d) difference[d] -= mean[d];
+        const double least = kHalfStep * largest_of(mean, begin, block);
         const double most = kHalfStep * (largest_of(difference, begin, block) + least) +
                             tolerance_of<T>() * largest_of(row, begin, block) + 1e-5;
         for (int64_t i = begin; i < begin + block; ++i) {
-          ASSERT_NEAR(row[i], back[i], most) << "row " << t << " of head " << head;
+          ASSERT_NEAR(row[i], back[i], most) << "token " << t << " of side " << side;
         }
       }
     }
@@ -98,6 +100,16 @@ TEST_P(Int4Records, KeepsWhatFourBitsCanSay) {
       expect_near(shape_of<BFloat16>(2, tokens, head_dim), random_elements<BFloat16>(count, seed));
       expect_near(shape_of<Float16>(2, tokens, head_dim), random_elements<Float16>(count, seed));
     }
+  }
+}
+
+TEST_P(Int4Records, ValuesNarrowerThanKeys) {
+  for (const auto& [head_dim, value_dim] : {std::pair{192, 128}, {64, 48}, {96, 16}, {48, 32}}) {
+    const int64_t count = 2 * 8 * (head_dim + value_dim);
+    const auto seed = static_cast<uint32_t>(head_dim);
+    expect_near(shape_of<float>(2, 8, head_dim, value_dim), random_elements<float>(count, seed));
+    expect_near(shape_of<BFloat16>(2, 8, head_dim, value_dim),
+                random_elements<BFloat16>(count, seed));
   }
 }
 
@@ -175,6 +187,7 @@ TEST(Int4RecordBytes, AreAQuarterAndTheirScales) {
   // Of 8 tokens: a row is 2 + 64 bytes for 256 of bf16; K has the mean's row beside its own.
   EXPECT_EQ(shape_of<BFloat16>(8, 8, 128).payload_bytes(), 8 * 17 * 66);
   EXPECT_EQ(shape_of<BFloat16>(3, 4, 64).payload_bytes(), 3 * 9 * 33);
+  EXPECT_EQ(shape_of<BFloat16>(4, 8, 192, 128).payload_bytes(), 4 * (9 * 99 + 8 * 66));
 }
 
 KVSWAP_EVERY_LEVEL(Int4Records);

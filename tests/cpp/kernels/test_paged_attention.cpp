@@ -29,6 +29,26 @@ TEST_P(PagedAttention, HeadDimsAndRatios) {
   }
 }
 
+TEST_P(PagedAttention, ValuesNarrowerThanKeys) {
+  for (const auto& [head_dim, value_dim] : {std::pair{192, 128}, {64, 1}, {72, 40}, {24, 16}}) {
+    for (const int64_t queries : {1, 5}) {
+      AttentionShape shape = {.batch = 2,
+                              .kv_heads = 2,
+                              .ratio = 3,
+                              .queries = queries,
+                              .group_tokens = 5,
+                              .head_dim = head_dim,
+                              .pages = 30,
+                              .value_dim = value_dim};
+      expect_all_types(shape);
+      shape.table_per_head = true;
+      expect_all_types(shape);
+      shape.pages = 900;  // in parts
+      expect_all_types(shape);
+    }
+  }
+}
+
 TEST_P(PagedAttention, GroupSizes) {
   for (const int64_t group_tokens : {1, 2, 4, 8, 13, 16, 32, 64}) {
     expect_all_types({.kv_heads = 2, .ratio = 2, .group_tokens = group_tokens, .pages = 11});

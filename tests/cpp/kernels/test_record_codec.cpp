@@ -16,7 +16,7 @@ class RecordCodec : public KernelTest {};
 template <typename T>
 struct Coded {
   Coded(const RecordShape& shape, std::vector<T> values) : shape(shape), source(std::move(values)) {
-    const int64_t elements = shape.kv_heads * 2 * shape.group_tokens * shape.head_dim;
+    const int64_t elements = shape.kv_heads * shape.head_elements();
     const int64_t count = static_cast<int64_t>(source.size()) / elements;
     bytes.resize(source.size());
     back.resize(source.size());
@@ -58,9 +58,10 @@ int exponent_of(const T* values, int64_t count) {
 template <typename T>
 void expect_follows_rule(const RecordShape& shape, const std::vector<T>& values) {
   const Coded<T> coded(shape, values);
-  const int64_t side = shape.group_tokens * shape.head_dim;
+  int64_t begin = 0;
   for (size_t i = 0; i < coded.exponents.size(); ++i) {
-    const T* source = &values[i * side];
+    const int64_t side = shape.group_tokens * (i % 2 == 0 ? shape.head_dim : shape.value_width());
+    const T* source = &values[begin];
     const int exponent = exponent_of(source, side);
     ASSERT_EQ(coded.exponents[i], exponent);
     for (int64_t j = 0; j < side; ++j) {
@@ -68,15 +69,17 @@ void expect_follows_rule(const RecordShape& shape, const std::vector<T>& values)
       const float scaled = std::ldexp(value, -exponent);
       const float within = std::isfinite(value) ? std::clamp(scaled, -448.0f, 448.0f) : value;
       const Float8 expected = from_float<Float8>(within);
-      ASSERT_EQ(coded.bytes[i * side + j].bits, expected.bits) << value;
-      const float back = to_float(coded.back[i * side + j]);
+      ASSERT_EQ(coded.bytes[begin + j].bits, expected.bits) << value;
+      const float back = to_float(coded.back[begin + j]);
       if (std::isfinite(value)) {
         ASSERT_EQ(back, std::ldexp(to_float(expected), exponent));
       } else {
         ASSERT_TRUE(std::isnan(back)) << value;
       }
     }
+    begin += side;
   }
+  ASSERT_EQ(begin, std::ssize(values));
   // Of what was decoded nothing changes any more, whatever exponent it has now.
   const Coded<T> again(shape, coded.back);
   for (size_t i = 0; i < coded.back.size(); ++i) {
@@ -93,14 +96,17 @@ template <typename T>
 void expect_all_shapes() {
   for (const int64_t head_dim : {1, 3, 64, 72, 128, 256}) {
     for (const int64_t group_tokens : {1, 4, 13}) {
-      const RecordShape shape = {2, group_tokens, head_dim, sizeof(T)};
-      std::vector<T> values = random_elements<T>(3 * 4 * group_tokens * head_dim, 7);
-      // Small ones, so that subnormals occur; and a side of zeros.
-      for (size_t i = 0; i < values.size(); i += 3) {
-        values[i] = from_float<T>(to_float(values[i]) * 0x1p-12f);
+      for (const int64_t value_dim : {head_dim, (head_dim + 1) / 2}) {
+        const RecordShape shape = {2, group_tokens, head_dim, sizeof(T), 2, value_dim};
+        std::vector<T> values =
+            random_elements<T>(3 * 2 * group_tokens * (head_dim + value_dim), 7);
+        // Small ones, so that subnormals occur; and a side of zeros.
+        for (size_t i = 0; i < values.size(); i += 3) {
+          values[i] = from_float<T>(to_float(values[i]) * 0x1p-12f);
+        }
+        std::fill_n(values.begin(), group_tokens * head_dim, from_float<T>(0.0f));
+        expect_follows_rule<T>(shape, values);
       }
-      std::fill_n(values.begin(), group_tokens * head_dim, from_float<T>(0.0f));
-      expect_follows_rule<T>(shape, values);
     }
   }
 }
@@ -217,6 +223,7 @@ TEST_P(RecordCodec, AttentionAndItsMassTakePagesOfBothFormats) {
       {.kv_heads = 2, .ratio = 2, .group_tokens = 13, .head_dim = 128, .pages = 11},
       {.kv_heads = 4, .ratio = 1, .head_dim = 8, .pages = 25, .table_per_head = true},
       {.kv_heads = 2, .ratio = 2, .queries = 2, .pages = 600},
+      {.batch = 2, .kv_heads = 2, .ratio = 2, .head_dim = 192, .pages = 40, .value_dim = 128},
       {.kv_heads = 2, .ratio = 4, .queries = 3, .pages = 30, .softcap = 0.7f, .has_sinks = true}};
   for (const AttentionShape& shape : shapes) {
     for (const int64_t stride : {1, 2, 5}) {
