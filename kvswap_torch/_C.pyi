@@ -333,6 +333,12 @@ class CacheOptions:
     @true_query_layers.setter
     def true_query_layers(self, arg1: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> None:
         ...
+    @property
+    def value_dim(self) -> int:
+        ...
+    @value_dim.setter
+    def value_dim(self, arg1: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
 class TensorCache:
     @typing.overload
     def __init__(self, options: CacheOptions) -> None:

@@ -16,9 +16,10 @@ def int4_row_bytes(head_dim: int) -> int:
     return head_dim // int4_block(head_dim) + head_dim // 2
 
 
-def int4_head_bytes(group_tokens: int, head_dim: int) -> int:
-    """Of one KV head of a record: the mean of K, K and V."""
-    return (2 * group_tokens + 1) * int4_row_bytes(head_dim)
+def int4_head_bytes(group_tokens: int, head_dim: int, value_dim: int = 0) -> int:
+    """Of one KV head of a record: the mean of K, K and V; `value_dim` 0: as wide as K."""
+    values = group_tokens * int4_row_bytes(value_dim or head_dim)
+    return (group_tokens + 1) * int4_row_bytes(head_dim) + values
 
 
 def int4_rotated(rows: Tensor) -> Tensor:

@@ -211,7 +211,7 @@ class TokenScores(ABC):
             ``[batch, heads, tokens, head_dim]`` after RoPE; None where keys and values came
             without (`KVSwapCache.from_cache`).
         keys, values
-            ``[batch, kv_heads, tokens, head_dim]``, keys after RoPE.
+            ``[batch, kv_heads, tokens, head_dim]``, keys after RoPE; values may be narrower.
         """
 
 

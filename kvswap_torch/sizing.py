@@ -37,6 +37,8 @@ class ModelShape:
         Bytes of one element of K or V.
     sides
         2: K and V; 1: K alone, which is the values too, as in latent attention.
+    value_dim
+        Of V in records, at most `head_dim`; 0: as wide as K.
     """
 
     layers: int
@@ -45,6 +47,12 @@ class ModelShape:
     head_dim: int
     element_bytes: int
     sides: int = 2
+    value_dim: int = 0
+
+    @property
+    def value_width(self) -> int:
+        """Elements of one KV head's V of one token."""
+        return self.value_dim or self.head_dim
 
     @property
     def width(self) -> int:
@@ -53,7 +61,8 @@ class ModelShape:
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of K and V of `tokens` tokens in all layers, uncompressed."""
-        return self.sides * self.layers * self.width * self.element_bytes * tokens
+        of_head = self.head_dim + (self.sides - 1) * self.value_width
+        return self.layers * self.kv_heads * of_head * self.element_bytes * tokens
 
 
 def effective_ranks(config: SwapConfig, shape: ModelShape, calibrated: bool) -> tuple[int, ...]:
@@ -75,6 +84,7 @@ def native_options(config: SwapConfig, shape: ModelShape, **others: Any) -> Any:
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         sides=shape.sides,
+        value_dim=shape.value_dim,
         **others,
     )
 

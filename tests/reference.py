@@ -132,9 +132,13 @@ def rounded_records(records: str, keys: Tensor, values: Tensor) -> tuple[Tensor,
         return float8_rounded(keys), float8_rounded(values)
     if records == "model":
         return keys, values
-    encoded = encode_int4_records(torch.stack([keys, values], -3))
-    rounded = decode_int4_records(encoded, *keys.shape[-2:], keys.dtype)
-    return rounded[..., 0, :, :], rounded[..., 1, :, :]
+    return int4_rounded(keys, 0), int4_rounded(values, 1)
+
+
+def int4_rounded(rows: Tensor, side: int) -> Tensor:
+    """As K (side 0) or as V of a record: neither depends on the other."""
+    encoded = encode_int4_records(torch.stack([rows, rows], -3))
+    return decode_int4_records(encoded, *rows.shape[-2:], rows.dtype)[..., side, :, :]
 
 
 def encode_records(records: Tensor) -> tuple[Tensor, Tensor]:

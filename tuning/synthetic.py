@@ -109,7 +109,7 @@ class SyntheticDecode:
         size = (self.batch, shape.kv_heads, min(FILL_TOKENS, context), shape.head_dim)
         noise = torch.randn(size, generator=torch.Generator().manual_seed(0))
         keys = noise.to(self.cache.parts.dtype)
-        values = keys.flip(-1)
+        values = keys.flip(-1)[..., : shape.value_width]
         for layer in range(self.layers):
             for begin in range(0, context, FILL_TOKENS):
                 tokens = min(FILL_TOKENS, context - begin)

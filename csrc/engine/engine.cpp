@@ -125,13 +125,14 @@ Status Engine::append(int64_t layer, const KeyValueView& tokens) {
 Status Engine::read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
                          void* values) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter(layer));
-  const int64_t bytes =
-      std::max<int64_t>(0, end - begin) * options().head_dim * dtype_bytes(options().dtype);
+  const RecordShape& shape = context_->plan.record_shape;
+  const int64_t rows_bytes = std::max<int64_t>(0, end - begin) * shape.element_bytes;
   const int64_t apart = context_->options.heads_apart;
   for (int64_t head = 0; head < apart; ++head) {
-    KVSWAP_RETURN_IF_ERROR(past_->read({layer, sequence * apart + head, begin, end},
-                                       static_cast<std::byte*>(keys) + head * bytes,
-                                       static_cast<std::byte*>(values) + head * bytes));
+    KVSWAP_RETURN_IF_ERROR(
+        past_->read({layer, sequence * apart + head, begin, end},
+                    static_cast<std::byte*>(keys) + head * shape.head_dim * rows_bytes,
+                    static_cast<std::byte*>(values) + head * shape.value_width() * rows_bytes));
   }
   return Status::ok();
 }

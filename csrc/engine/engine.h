@@ -32,7 +32,7 @@ namespace kvswap {
 struct AttendArgs {
   int64_t layer = 0;
   QueryView query;         // all heads
-  void* output = nullptr;  // [batch, queries, heads, head_dim] contiguous
+  void* output = nullptr;  // [batch, queries, heads, value_width()] contiguous
   float scale = 1.0f;
   float softcap = 0.0f;          // as PagedAttentionArgs
   const float* sinks = nullptr;  // [heads], where the pages are
@@ -76,8 +76,8 @@ class Engine {
   /// what has left the tail. Of a decode pass, but for what ChunkedPrefill takes.
   Status attend(const AttendArgs& args);
 
-  /// Copies positions [begin, end) of one sequence to [kv_heads, end - begin, head_dim] arrays of
-  /// the host.
+  /// Copies positions [begin, end) of one sequence to arrays of the host, [kv_heads, end - begin,
+  /// head_dim] and [kv_heads, end - begin, value_width()].
   Status read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
                    void* values);
   bool needs_projection(int64_t layer) const;

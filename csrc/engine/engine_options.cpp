@@ -89,6 +89,23 @@ Status check_one_side(const EngineOptions& options) {
   return Status::ok();
 }
 
+/// What has no kernels yet for records whose V is narrower than their K.
+Status check_value_dim(const EngineOptions& options) {
+  const std::string got = ", got value_dim=" + std::to_string(options.value_dim) +
+                          " with head_dim=" + std::to_string(options.head_dim);
+  if (options.sides == 1) {
+    return Status::invalid("session: value_dim must be 0 where keys are the values too (sides=1)" +
+                           got);
+  }
+  if (options.device) {
+    return Status::invalid(
+        "session: value_dim must be head_dim on a device, whose kernels take K and V of one "
+        "width" +
+        got + "; pad the values with zeros, or keep the cache in host memory");
+  }
+  return Status::ok();
+}
+
 }  // namespace
 
 Status EngineOptions::validate() const {
@@ -103,6 +120,7 @@ Status EngineOptions::validate() const {
       {"query_heads", 1, 4096, query_heads},
       {"head_dim", 1, 1024, head_dim},
       {"sides", 1, 2, sides},
+      {"value_dim", 0, head_dim, value_dim},
       {"timeline_spans", 0, 1 << 24, timeline_spans},
       {"max_context", -1, kContextMax, max_context},
       {"max_batch", -1, kBatchMax, max_batch},
@@ -130,9 +148,14 @@ Status EngineOptions::validate() const {
                            std::to_string(query_heads) + " and " + std::to_string(kv_heads));
   }
   if (sides == 1) KVSWAP_RETURN_IF_ERROR(check_one_side(*this));
-  if (has_int4_records() && head_dim % kInt4HeadUnit != 0) {
+  const int64_t value_width = record_shape().value_width();
+  if (value_width != head_dim) KVSWAP_RETURN_IF_ERROR(check_value_dim(*this));
+  for (const int64_t side : {head_dim, value_width}) {
+    if (!has_int4_records() || side % kInt4HeadUnit == 0) continue;
     return Status::invalid("session: with storage.kv_dtype int4 head_dim must be a multiple of " +
-                           std::to_string(kInt4HeadUnit) + ", got " + std::to_string(head_dim));
+                           std::to_string(kInt4HeadUnit) +
+                           (side == head_dim ? "" : ", and value_dim too") + ", got " +
+                           std::to_string(side));
   }
   if (device && has_clusters(*this)) {
     return Status::invalid(
@@ -306,7 +329,12 @@ PoolOptions pool_options(const EngineOptions& options) {
 }
 
 RecordShape EngineOptions::record_shape() const {
-  return {heads == "each" ? 1 : kv_heads, group_tokens, head_dim, dtype_bytes(dtype), sides};
+  return {.kv_heads = heads == "each" ? 1 : kv_heads,
+          .group_tokens = group_tokens,
+          .head_dim = head_dim,
+          .element_bytes = dtype_bytes(dtype),
+          .sides = sides,
+          .value_dim = value_dim};
 }
 
 int64_t EngineOptions::page_bytes() const {

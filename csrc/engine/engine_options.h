@@ -42,7 +42,8 @@ struct EngineOptions : Settings {
   int64_t query_heads = 0;
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
-  int64_t sides = 2;  // K and V, or 1: K alone, which is the values too
+  int64_t sides = 2;      // K and V, or 1: K alone, which is the values too
+  int64_t value_dim = 0;  // of V, at most head_dim; 0: as wide as K
   DType dtype = DType::kFloat32;
   std::vector<int64_t> ranks;  // [layers]; in the place of `rank`
 

@@ -124,11 +124,11 @@ class Cache {
   /// cannot hold it.
   void append(int64_t layer, const NewTokens& tokens);
   /// softmax(scale * Q K^T) V of the newest query.tokens positions, into output: [batch, tokens,
-  /// heads, head_dim] contiguous, of the cache's dtype. Rows of padding mean nothing. A prefill
-  /// takes memory in the order of its own K, V and output on top of the ledger's.
-  /// received: [batch, kv_heads, positions] out, of a cache that tells_attention: what of a
-  /// decoding step's attention each token received, the mean over queries and a KV head's query
-  /// heads; 0: it was not attended. Empty: not wanted.
+  /// heads, value_width()] contiguous, of the cache's dtype. Rows of padding mean nothing. A
+  /// prefill takes memory in the order of its own K, V and output on top of the ledger's. received:
+  /// [batch, kv_heads, positions] out, of a cache that tells_attention: what of a decoding step's
+  /// attention each token received, the mean over queries and a KV head's query heads; 0: it was
+  /// not attended. Empty: not wanted.
   void attend(int64_t layer, const Queries& query, float scale, void* output,
               const CapAndSinks& terms = {}, std::span<float> received = {});
   /// append() and attend() in one; on a device a prefill is written while its attention is
@@ -145,7 +145,7 @@ class Cache {
                       ProjectionSource source = ProjectionSource::kGiven);
 
   /// Copies K and V of positions [begin, end) of one sequence, from disk and tail, to arrays
-  /// [kv_heads, end - begin, head_dim] of the cache's dtype, on the host.
+  /// [kv_heads, end - begin, head_dim] and [.., value_width()] of the cache's dtype, on the host.
   void read_back(int64_t layer, int64_t sequence, int64_t begin, int64_t end, void* keys,
                  void* values);
 

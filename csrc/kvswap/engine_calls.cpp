@@ -51,6 +51,7 @@ EngineOptions engine_options(const CacheOptions& from) {
   to.kv_heads = from.shape.kv_heads;
   to.head_dim = from.shape.head_dim;
   to.sides = from.shape.sides;
+  to.value_dim = from.shape.value_dim;
   to.dtype = engine_dtype(from.shape.dtype);
   to.directory = from.directory;
   to.ranks = from.ranks;

@@ -9,16 +9,16 @@
 namespace kvswap {
 namespace {
 
-/// Elements that a strided array [batch, heads, tokens, head_dim] reaches over.
+/// Elements that a strided array [batch, heads, tokens, width] reaches over.
 struct Reach {
   int64_t batch;
   int64_t heads;
   int64_t tokens;
-  int64_t head_dim;
+  int64_t width;
 
   int64_t elements(int64_t batch_stride, int64_t head_stride, int64_t token_stride) const {
     return (batch - 1) * batch_stride + (heads - 1) * head_stride + (tokens - 1) * token_stride +
-           head_dim;
+           width;
   }
 };
 
@@ -32,8 +32,9 @@ class HostChunk final : public ExactChunk {
   Status fetch() {
     const EngineOptions& options = engine_.options();
     output_ = static_cast<std::byte*>(args_.attention.output);
-    output_bytes_ = engine_.batch() * query_.queries * query_.heads * options.head_dim *
-                    dtype_bytes(options.dtype);
+    const int64_t value_width = options.record_shape().value_width();
+    output_bytes_ =
+        engine_.batch() * query_.queries * query_.heads * value_width * dtype_bytes(options.dtype);
     sinks_ = args_.attention.sinks;
     if (!options.device) return Status::ok();
     if (sinks_ != nullptr) {
@@ -56,8 +57,9 @@ class HostChunk final : public ExactChunk {
         download(own.elements(own_.key_batch_stride, own_.key_head_stride, own_.key_token_stride),
                  own_.keys, keys_copy_));
     own_.keys = keys_copy_.data();
+    const Reach values = {engine_.batch(), options.kv_heads, query_.queries, value_width};
     KVSWAP_RETURN_IF_ERROR(download(
-        own.elements(own_.value_batch_stride, own_.value_head_stride, own_.value_token_stride),
+        values.elements(own_.value_batch_stride, own_.value_head_stride, own_.value_token_stride),
         own_.values, values_copy_));
     own_.values = values_copy_.data();
     return Status::ok();
@@ -92,7 +94,7 @@ class HostChunk final : public ExactChunk {
     const EngineOptions& options = engine_.options();
     const int64_t apart = engine_.context().options.heads_apart;
     const int64_t element = dtype_bytes(options.dtype);
-    const int64_t row = query_.heads * options.head_dim;
+    const int64_t row = query_.heads * options.record_shape().value_width();
     QueryView query = query_.of_parts(apart);
     query.data = query.at(part, 0, begin);
     query.queries -= begin;
@@ -119,7 +121,7 @@ class HostChunk final : public ExactChunk {
   const ExactArgs args_;
   QueryView query_;
   KeyValueView own_;
-  std::byte* output_ = nullptr;  // [batch, tokens, heads, head_dim]
+  std::byte* output_ = nullptr;  // [batch, tokens, heads, value_width()]
   int64_t output_bytes_ = 0;
   const float* sinks_ = nullptr;
   std::vector<float> sinks_copy_;

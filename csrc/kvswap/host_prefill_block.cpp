@@ -35,7 +35,8 @@ class HostPart final : public ExactPart {
         scale_(args.scale),
         softcap_(args.softcap),
         execution_{.parallel = engine.context().threads()},
-        output_(view.query.queries * view.query.heads * options_.head_dim),
+        value_width_(plan_.record_shape.value_width()),
+        output_(view.query.queries * view.query.heads * value_width_),
         log_sum_exp_(view.query.queries * view.query.heads,
                      -std::numeric_limits<float>::infinity()) {}
 
@@ -55,14 +56,13 @@ class HostPart final : public ExactPart {
 
   Status visit_newest(int64_t begin, int64_t end, const std::byte* keys,
                       const std::byte* values) override {
-    const int64_t head_stride = (end - begin) * options_.head_dim;
     attend_tokens(begin, end,
                   {.keys = keys,
                    .values = values,
-                   .key_head_stride = head_stride,
+                   .key_head_stride = (end - begin) * options_.head_dim,
                    .key_token_stride = options_.head_dim,
-                   .value_head_stride = head_stride,
-                   .value_token_stride = options_.head_dim});
+                   .value_head_stride = (end - begin) * value_width_,
+                   .value_token_stride = value_width_});
     return Status::ok();
   }
 
@@ -92,8 +92,8 @@ class HostPart final : public ExactPart {
     for (int64_t row = 0; row < rows; ++row) {
       const float share =
           1 / (1 + std::exp(view_.sinks[row % view_.query.heads] - log_sum_exp_[row]));
-      float* output = output_.data() + row * options_.head_dim;
-      for (int64_t i = 0; i < options_.head_dim; ++i) output[i] *= share;
+      float* output = output_.data() + row * value_width_;
+      for (int64_t i = 0; i < value_width_; ++i) output[i] *= share;
       log_sum_exp_[row] -= std::log(share);
     }
   }
@@ -120,7 +120,7 @@ class HostPart final : public ExactPart {
   }
 
   void write() override {
-    const int64_t width = view_.query.heads * options_.head_dim;
+    const int64_t width = view_.query.heads * value_width_;
     const int64_t step = view_.output_stride * dtype_bytes(options_.dtype);
     run_parallel(execution_, view_.query.queries, 16, [&](int64_t begin, int64_t end) {
       for (int64_t token = begin; token < end; ++token) {
@@ -178,7 +178,8 @@ class HostPart final : public ExactPart {
   const float scale_;
   const float softcap_;
   const Execution execution_;
-  std::vector<float> output_;       // [tokens, heads, head_dim]
+  const int64_t value_width_;
+  std::vector<float> output_;       // [tokens, heads, value_width_]
   std::vector<float> log_sum_exp_;  // [tokens, heads]
   std::vector<std::byte> decoded_;  // a block, where it has no room for that
 };

@@ -11,7 +11,8 @@
 namespace kvswap {
 namespace {
 
-/// The chunk's own keys and values, read back: [batch, kv_heads, tokens, head_dim] twice.
+/// The chunk's own keys and values, read back: [batch, kv_heads, tokens, head_dim] and [batch,
+/// kv_heads, tokens, value_width()].
 class OwnTokens {
  public:
   OwnTokens(const EngineOptions& options, int64_t batch, int64_t tokens)
@@ -19,28 +20,29 @@ class OwnTokens {
         tokens_(tokens),
         heads_(options.kv_heads),
         head_dim_(options.head_dim),
-        sequence_bytes_(heads_ * tokens * head_dim_ * dtype_bytes(options.dtype)),
-        keys_(batch * sequence_bytes_),
-        values_(batch * sequence_bytes_) {}
+        value_width_(options.record_shape().value_width()),
+        number_bytes_(heads_ * tokens * dtype_bytes(options.dtype)),
+        keys_(batch * head_dim_ * number_bytes_),
+        values_(batch * value_width_ * number_bytes_) {}
 
   Status read(Engine& engine, int64_t layer, int64_t begin) {
     for (int64_t sequence = 0; sequence < batch_; ++sequence) {
-      const int64_t at = sequence * sequence_bytes_;
+      const int64_t at = sequence * number_bytes_;
       KVSWAP_RETURN_IF_ERROR(engine.read_back(layer, sequence, begin, begin + tokens_,
-                                              keys_.data() + at, values_.data() + at));
+                                              keys_.data() + at * head_dim_,
+                                              values_.data() + at * value_width_));
     }
     return Status::ok();
   }
   KeyValueView view() const {
-    const int64_t head_stride = tokens_ * head_dim_;
     return {.keys = keys_.data(),
             .values = values_.data(),
-            .key_batch_stride = heads_ * head_stride,
-            .key_head_stride = head_stride,
+            .key_batch_stride = heads_ * tokens_ * head_dim_,
+            .key_head_stride = tokens_ * head_dim_,
             .key_token_stride = head_dim_,
-            .value_batch_stride = heads_ * head_stride,
-            .value_head_stride = head_stride,
-            .value_token_stride = head_dim_,
+            .value_batch_stride = heads_ * tokens_ * value_width_,
+            .value_head_stride = tokens_ * value_width_,
+            .value_token_stride = value_width_,
             .batch = batch_,
             .tokens = tokens_};
   }
@@ -50,7 +52,8 @@ class OwnTokens {
   int64_t tokens_;
   int64_t heads_;
   int64_t head_dim_;
-  int64_t sequence_bytes_;
+  int64_t value_width_;
+  int64_t number_bytes_;  // of one number of each head and token of a sequence
   std::vector<std::byte> keys_;
   std::vector<std::byte> values_;
 };

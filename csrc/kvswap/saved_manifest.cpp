@@ -90,12 +90,14 @@ ElementType element_type(const Fields& fields) {
 }
 
 ModelShape shape_from(const Fields& fields) {
+  const int64_t head_dim = fields.number("head_dim", 1, 1024);
   return {.layers = fields.number("layers", 1, 4096),
           .heads = fields.number("heads", 1, 4096),
           .kv_heads = fields.number("kv_heads", 1, 1024),
-          .head_dim = fields.number("head_dim", 1, 1024),
+          .head_dim = head_dim,
           .dtype = element_type(fields),
-          .sides = fields.has("sides") ? fields.number("sides", 1, 2) : 2};
+          .sides = fields.has("sides") ? fields.number("sides", 1, 2) : 2,
+          .value_dim = fields.has("value_dim") ? fields.number("value_dim", 1, head_dim) : 0};
 }
 
 /// Sizes must agree before anything is made of them.
@@ -109,7 +111,8 @@ void check_sizes(const SavedManifest& manifest, const Fields& fields) {
                              .group_tokens = manifest.settings.group_tokens,
                              .head_dim = manifest.shape.head_dim,
                              .element_bytes = element_bytes,
-                             .sides = manifest.shape.sides};
+                             .sides = manifest.shape.sides,
+                             .value_dim = manifest.shape.value_dim};
   const auto packing = record_packing(manifest.settings, shape, DType::kFloat32);
   const int64_t payload = packing ? packing->payload_bytes() : shape.payload_bytes();
   if (counts.record_bytes < payload || counts.record_bytes % 512 != 0) {
@@ -129,10 +132,14 @@ void check_sizes(const SavedManifest& manifest, const Fields& fields) {
 
 namespace {
 
+bool has_narrow_values(const ModelShape& shape) { return shape.value_width() != shape.head_dim; }
+
 /// The lowest one that says all of it, so that older readers open what they can.
-int64_t version_of(const Settings& settings) {
+int64_t version_of(const SavedManifest& manifest) {
+  const Settings& settings = manifest.settings;
   const bool has_retained = settings.keeper != "none" && settings.keeper != "newest";
-  if (settings.grouping == "clusters") return kSavedVersion;
+  if (has_narrow_values(manifest.shape)) return kSavedVersion;
+  if (settings.grouping == "clusters") return 4;
   return has_retained ? 3 : 2;
 }
 
@@ -148,7 +155,7 @@ std::string manifest_text(const SavedManifest& manifest) {
   if (!facts.is_object()) throw ConfigError("save: facts must be a JSON object");
   const SavedCounts& counts = manifest.counts;
   Json json = {
-      {kVersionField, version_of(manifest.settings)},
+      {kVersionField, version_of(manifest)},
       {"hash", checksum_name()},
       {"shape",
        {{"layers", manifest.shape.layers},
@@ -170,6 +177,7 @@ std::string manifest_text(const SavedManifest& manifest) {
       {"facts", facts},
   };
   if (manifest.shape.sides == 1) json["shape"]["sides"] = 1;
+  if (has_narrow_values(manifest.shape)) json["shape"]["value_dim"] = manifest.shape.value_dim;
   json[kChecksumField] = hex(checksum_of_text(json.dump()));
   return json.dump(2) + "\n";
 }

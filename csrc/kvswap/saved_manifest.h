@@ -24,7 +24,7 @@ struct SavedManifest {
 
 /// 4 has clusters, 3 has retained tokens, and each is written for caches that have some; in 2
 /// settings are in blocks; 1 is read too.
-inline constexpr int64_t kSavedVersion = 4;
+inline constexpr int64_t kSavedVersion = 5;
 
 /// Throws ConfigError for facts that are no JSON object.
 std::string manifest_text(const SavedManifest& manifest);

@@ -9,9 +9,10 @@
 namespace kvswap {
 
 // What a program hands a Cache for one layer, on raw pointers where the cache's device is. Strides
-// are in elements; head_dim is contiguous.
+// are in elements; rows of head_dim are contiguous, as those of value_width() of V.
 
-/// K and V of new tokens, each [batch, kv_heads, tokens, head_dim] of the cache's dtype.
+/// K and V of new tokens, [batch, kv_heads, tokens, head_dim] of the cache's dtype and [batch,
+/// kv_heads, tokens, value_width()].
 struct NewTokens {
   const void* keys = nullptr;  // after RoPE
   const void* values = nullptr;

@@ -61,6 +61,7 @@ void bind_options(py::module_& module) {
   bind_inner(options, "kv_heads", &CacheOptions::shape, &ModelShape::kv_heads);
   bind_inner(options, "head_dim", &CacheOptions::shape, &ModelShape::head_dim);
   bind_inner(options, "sides", &CacheOptions::shape, &ModelShape::sides);
+  bind_inner(options, "value_dim", &CacheOptions::shape, &ModelShape::value_dim);
   bind_inner(options, "kv_memory_bytes", &CacheOptions::budget, &Budget::kv_memory_bytes);
   bind_inner(options, "max_context", &CacheOptions::budget, &Budget::max_context);
   bind_inner(options, "max_batch", &CacheOptions::budget, &Budget::max_batch);

@@ -7,6 +7,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/sigmoid.h>
@@ -45,9 +46,9 @@ PartialAttention flash_on_cpu(const at::Tensor& query, const at::Tensor& keys,
                .contiguous();
   }
   auto [output, log_sum_exp] = at::_scaled_dot_product_flash_attention_for_cpu(
-      query.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), 0.0, causal == Causal::kYes, mask,
-      scale);
-  return {output.squeeze(0), log_sum_exp.squeeze(0).to(at::kFloat)};
+      query.unsqueeze(0), keys.unsqueeze(0), as_wide_as(values, keys).unsqueeze(0), 0.0,
+      causal == Causal::kYes, mask, scale);
+  return {output.squeeze(0).narrow(-1, 0, values.size(-1)), log_sum_exp.squeeze(0).to(at::kFloat)};
 }
 
 PartialAttention flash_on_cuda(const at::Tensor& query, const at::Tensor& keys,
@@ -83,11 +84,16 @@ PartialAttention attend_rows(const at::Tensor& query, const at::Tensor& keys,
       scores.sub_(log_sum_exp.masked_fill(sees_nothing, 0.0).unsqueeze(-1)).exp_();
   const at::Tensor output =
       at::bmm(weights.view({kv_heads, -1, keys.size(1)}), values.to(at::kFloat))
-          .view({heads, rows, query.size(2)});
+          .view({heads, rows, values.size(2)});
   return {output, log_sum_exp};
 }
 
 }  // namespace
+
+at::Tensor as_wide_as(const at::Tensor& values, const at::Tensor& keys) {
+  const int64_t missing = keys.size(-1) - values.size(-1);
+  return missing == 0 ? values : at::constant_pad_nd(values, {0, missing});
+}
 
 PartialAttention attend_part(const at::Tensor& query, const at::Tensor& keys,
                              const at::Tensor& values, Causal causal,

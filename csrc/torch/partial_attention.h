@@ -10,7 +10,7 @@ namespace kvswap {
 
 /// Attention of one sequence over some of its keys, ready to be merged with that over others.
 struct PartialAttention {
-  at::Tensor output;       // [heads, rows, head_dim] fp32, or the query's type before a merge
+  at::Tensor output;       // [heads, rows, width of V] fp32, or the query's type before a merge
   at::Tensor log_sum_exp;  // [heads, rows] fp32
 };
 
@@ -25,9 +25,10 @@ struct ScoreRule {
 
 /// softmax(scale * Q K^T) V with its log-sum-exp, by torch's own flash attention: the CPU's, or
 /// CUDA's for 16-bit types and no mask, where scores are not capped. query [heads, rows, head_dim];
-/// keys, values [kv_heads, count, head_dim]; allowed [rows, count] bool, or [count] for all rows;
-/// with Causal::kYes rows == count and there is no mask. A row that sees nothing gets zeros and
-/// -inf, except on the CPU's flash attention, which must not be asked for one.
+/// keys [kv_heads, count, head_dim], values as many and no wider; allowed [rows, count] bool, or
+/// [count] for all rows; with Causal::kYes rows == count and there is no mask. A row that sees
+/// nothing gets zeros and -inf, except on the CPU's flash attention, which must not be asked for
+/// one.
 PartialAttention attend_part(const at::Tensor& query, const at::Tensor& keys,
                              const at::Tensor& values, Causal causal,
                              const std::optional<at::Tensor>& allowed, const ScoreRule& rule);
@@ -38,6 +39,9 @@ PartialAttention attend_part_in_rows(const at::Tensor& query, const at::Tensor& 
                                      const at::Tensor& values, Causal causal,
                                      const std::optional<at::Tensor>& allowed,
                                      const ScoreRule& rule);
+
+/// Values with zeros behind each row where keys are wider: torch's flash attention takes one width.
+at::Tensor as_wide_as(const at::Tensor& values, const at::Tensor& keys);
 
 /// A chunk over itself with padding in its middle, valid [count] bool: causal, valid keys only;
 /// each row sees at least itself.

@@ -42,43 +42,46 @@ at::Tensor decode_there(const Plan& plan, const PrefixStream::Block& block,
 
 std::pair<at::Tensor, at::Tensor> split_pages(const EngineOptions& options,
                                               const at::Tensor& pages) {
-  const at::Tensor tokens = pages
-                                .view({pages.size(0), options.kv_heads, options.sides,
-                                       options.group_tokens, options.head_dim})
-                                .permute({2, 1, 0, 3, 4})
-                                .reshape({options.sides, options.kv_heads, -1, options.head_dim});
-  return {tokens[0], tokens[options.sides - 1]};
+  const RecordShape shape = options.record_shape();
+  const at::Tensor by_head = pages.view({pages.size(0), shape.kv_heads, shape.head_elements()});
+  const auto side = [&](int64_t first, int64_t width) {
+    return by_head.narrow(2, first, shape.group_tokens * width)
+        .unflatten(2, {shape.group_tokens, width})
+        .permute({1, 0, 2, 3})
+        .reshape({shape.kv_heads, -1, width});
+  };
+  return {side(0, shape.head_dim), side(shape.value_elements(), shape.value_width())};
 }
 
 std::pair<at::Tensor, at::Tensor> unpack_here(const Plan& plan, const PrefixStream::Block& block,
                                               const at::TensorOptions& like) {
   const EngineOptions& options = plan.options;
   const int64_t tokens = block.groups * options.group_tokens;
-  const auto empty = [&](std::byte* room) {
-    const std::array<int64_t, 3> sizes = {options.kv_heads, tokens, options.head_dim};
+  const int64_t value_width = plan.record_shape.value_width();
+  const auto empty = [&](std::byte* room, int64_t width) {
+    const std::array<int64_t, 3> sizes = {options.kv_heads, tokens, width};
     return room == nullptr ? at::empty(sizes, like) : at::from_blob(room, sizes, like);
   };
-  const at::Tensor keys = empty(block.room);
+  const at::Tensor keys = empty(block.room, options.head_dim);
   const bool has_values = options.sides == 2;
   const at::Tensor values =
-      !has_values ? keys
-                  : empty(block.room == nullptr ? nullptr
-                                                : block.room + plan.group_bytes / 2 * block.groups);
+      !has_values
+          ? keys
+          : empty(block.room == nullptr ? nullptr : block.room + keys.nbytes(), value_width);
   std::vector<void*> records(block.groups);
   std::vector<int64_t> first_tokens(block.groups);
   for (int64_t i = 0; i < block.groups; ++i) {
     records[i] = const_cast<std::byte*>(block.listed->pages[i]);
     first_tokens[i] = i * options.group_tokens;
   }
-  const int64_t head_stride = tokens * options.head_dim;
   const auto unpack_to = [&](void* const* from, const int64_t* first_token, int64_t count) {
     unpack_records({.shape = plan.record_shape,
                     .tokens = {.keys = keys.data_ptr(),
                                .values = has_values ? values.data_ptr() : nullptr,
-                               .key_head_stride = head_stride,
+                               .key_head_stride = tokens * options.head_dim,
                                .key_token_stride = options.head_dim,
-                               .value_head_stride = head_stride,
-                               .value_token_stride = options.head_dim},
+                               .value_head_stride = tokens * value_width,
+                               .value_token_stride = value_width},
                     .records = from,
                     .first_tokens = first_token,
                     .slots = nullptr,

@@ -11,8 +11,8 @@
 
 namespace kvswap {
 
-/// Keys and values, [kv_heads, pages * group_tokens, head_dim] each, of pages in the model's dtype:
-/// a tensor of that dtype, [pages, elements of a group].
+/// Keys, [kv_heads, pages * group_tokens, head_dim], and values, of value_width(), of pages in the
+/// model's dtype: a tensor of that dtype, [pages, elements of a group].
 std::pair<at::Tensor, at::Tensor> split_pages(const EngineOptions& options,
                                               const at::Tensor& pages);
 

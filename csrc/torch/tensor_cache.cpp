@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <cstring>
@@ -166,31 +165,33 @@ std::unique_ptr<TensorCache> TensorCache::fork() {
   return forked;
 }
 
-/// [batch, heads, tokens, head_dim] on the cache's device and of its dtype.
+/// [batch, heads, tokens, width] on the cache's device and of its dtype.
 void TensorCache::check(const char* where, const char* name, const at::Tensor& tensor,
-                        int64_t heads) const {
+                        int64_t heads, int64_t width) const {
   const ModelShape& shape = cache_->options().shape;
   TORCH_CHECK_VALUE(tensor.device() == device_, where, ": ", name,
                     " must be on the session's device, ", device_, ", got ", tensor.device());
-  TORCH_CHECK_VALUE(
-      tensor.dim() == 4 && tensor.size(1) == heads && tensor.size(3) == shape.head_dim, where, ": ",
-      name, " must be [batch, ", heads, ", tokens, ", shape.head_dim, "], got ", tensor.sizes());
+  TORCH_CHECK_VALUE(tensor.dim() == 4 && tensor.size(1) == heads && tensor.size(3) == width, where,
+                    ": ", name, " must be [batch, ", heads, ", tokens, ", width, "], got ",
+                    tensor.sizes());
   TORCH_CHECK_VALUE(element_type(tensor.scalar_type()) == shape.dtype, where, ": ", name,
                     " must have the session's dtype, got ", tensor.scalar_type());
 }
 
 void TensorCache::check_new(const char* where, const at::Tensor& keys,
                             const at::Tensor& values) const {
-  const int64_t kv_heads = cache_->options().shape.kv_heads;
-  check(where, "keys", keys, kv_heads);
-  check(where, "values", values, kv_heads);
-  TORCH_CHECK_VALUE(keys.sizes() == values.sizes(), where,
+  const ModelShape& shape = cache_->options().shape;
+  check(where, "keys", keys, shape.kv_heads, shape.head_dim);
+  check(where, "values", values, shape.kv_heads, shape.value_width());
+  TORCH_CHECK_VALUE(keys.size(0) == values.size(0) && keys.size(2) == values.size(2), where,
                     ": keys and values must have one shape, got ", keys.sizes(), " and ",
                     values.sizes());
 }
 
 at::Tensor TensorCache::output_for(const at::Tensor& query) const {
-  return at::empty({query.size(0), query.size(2), query.size(1), query.size(3)}, query.options());
+  return at::empty(
+      {query.size(0), query.size(2), query.size(1), cache_->options().shape.value_width()},
+      query.options());
 }
 
 void TensorCache::declare_held(const at::Tensor& valid) {
@@ -213,7 +214,7 @@ void TensorCache::look_ahead(int64_t layer, const at::Tensor& query, std::option
                              int64_t predicting_since_ns) {
   const ModelShape& shape = cache_->options().shape;
   const bool is_summed = query.dim() == 4 && query.size(1) == shape.kv_heads;
-  check("look_ahead", "query", query, is_summed ? shape.kv_heads : shape.heads);
+  check("look_ahead", "query", query, is_summed ? shape.kv_heads : shape.heads, shape.head_dim);
   const at::Tensor packed = plain(query);
   const LookAheadTerms terms = {.scale = narrow(scale), .predicting_since_ns = predicting_since_ns};
   with_value_errors([&] { cache_->look_ahead(layer, queries_of(packed), terms); });
@@ -283,7 +284,8 @@ std::pair<at::Tensor, at::Tensor> TensorCache::attend_weighed(int64_t layer,
 at::Tensor TensorCache::attend_into(int64_t layer, const at::Tensor& query, double scale,
                                     const ScoreTerms& terms, std::span<float> received) {
   const at::NoGradGuard no_grad;
-  check("attend", "query", query, cache_->options().shape.heads);
+  const ModelShape& shape = cache_->options().shape;
+  check("attend", "query", query, shape.heads, shape.head_dim);
   const at::Tensor sinks = contiguous_sinks("attend", terms.sinks, query);
   const at::Tensor packed = plain(query);
   at::Tensor output = output_for(query);
@@ -298,7 +300,8 @@ at::Tensor TensorCache::extend(int64_t layer, const at::Tensor& query, const at:
                                const at::Tensor& values, double scale, const ScoreTerms& terms) {
   const at::NoGradGuard no_grad;
   check_new("extend", keys, values);
-  check("extend", "query", query, cache_->options().shape.heads);
+  const ModelShape& shape = cache_->options().shape;
+  check("extend", "query", query, shape.heads, shape.head_dim);
   const at::Tensor sinks = contiguous_sinks("extend", terms.sinks, query);
   TORCH_CHECK_VALUE(query.size(0) == keys.size(0) && query.size(2) == keys.size(2),
                     "extend: query, keys and values must have one batch and length, got ",
@@ -410,9 +413,11 @@ std::pair<at::Tensor, at::Tensor> TensorCache::read_back(int64_t layer, int64_t 
                     end);
   const ModelShape& shape = cache_->options().shape;
   const int64_t batch = cache_->held().batch;
-  at::Tensor keys =
-      at::empty({batch, shape.kv_heads, end - begin, shape.head_dim}, scalar_type(shape.dtype));
-  at::Tensor values = at::empty_like(keys);
+  const auto empty = [&](int64_t width) {
+    return at::empty({batch, shape.kv_heads, end - begin, width}, scalar_type(shape.dtype));
+  };
+  at::Tensor keys = empty(shape.head_dim);
+  at::Tensor values = empty(shape.value_width());
   with_value_errors([&] {
     for (int64_t sequence = 0; sequence < batch; ++sequence) {
       cache_->read_back(layer, sequence, begin, end, keys[sequence].data_ptr(),

@@ -83,10 +83,11 @@ class TensorCache {
   void give_worth(int64_t layer, const at::Tensor& worth, const std::optional<at::Tensor>& decay,
                   TokenImportance::Of of = TokenImportance::Of::kNewest);
 
-  /// keys, values: [batch, kv_heads, tokens, head_dim], keys after RoPE.
+  /// keys: [batch, kv_heads, tokens, head_dim] after RoPE; values: as many, of the shape's
+  /// value_width().
   void append(int64_t layer, const at::Tensor& keys, const at::Tensor& values);
   /// query: [batch, heads, tokens, head_dim] after RoPE, of the newest positions. Returns [batch,
-  /// tokens, heads, head_dim].
+  /// tokens, heads, value_width()].
   at::Tensor attend(int64_t layer, const at::Tensor& query, double scale,
                     const ScoreTerms& terms = {});
   /// The same, and what each token received of a decoding step: [batch, kv_heads, positions] fp32
@@ -108,7 +109,8 @@ class TensorCache {
   void set_projection(int64_t layer, const at::Tensor& key_projection,
                       const at::Tensor& query_projection);
 
-  /// K and V of positions [begin, end), from disk and tail: ([batch, kv_heads, n, head_dim]) x 2.
+  /// K and V of positions [begin, end), from disk and tail: [batch, kv_heads, n, head_dim] and
+  /// [batch, kv_heads, n, value_width()].
   std::pair<at::Tensor, at::Tensor> read_back(int64_t layer, int64_t begin, int64_t end);
 
   /// Another one that goes on from here, with the same options. Records are shared.
@@ -116,7 +118,8 @@ class TensorCache {
 
  private:
   explicit TensorCache(std::unique_ptr<Cache> cache);
-  void check(const char* where, const char* name, const at::Tensor& tensor, int64_t heads) const;
+  void check(const char* where, const char* name, const at::Tensor& tensor, int64_t heads,
+             int64_t width) const;
   void check_new(const char* where, const at::Tensor& keys, const at::Tensor& values) const;
   at::Tensor output_for(const at::Tensor& query) const;
   at::Tensor attend_into(int64_t layer, const at::Tensor& query, double scale,

@@ -85,18 +85,19 @@ class TorchPart final : public ExactPart {
   Status visit_newest(int64_t begin, int64_t end, const std::byte* keys,
                       const std::byte* values) override {
     const EngineOptions& options = engine_.context().options;
-    const auto there = [&](const std::byte* data) {
-      return at::from_blob(const_cast<std::byte*>(data),
-                           {options.kv_heads, end - begin, options.head_dim},
+    const auto there = [&](const std::byte* data, int64_t width) {
+      return at::from_blob(const_cast<std::byte*>(data), {options.kv_heads, end - begin, width},
                            query_.options().device(at::kCPU))
           .to(query_.device());
     };
-    attend(there(keys), there(values), begin);
+    attend(there(keys, options.head_dim), there(values, options.record_shape().value_width()),
+           begin);
     return Status::ok();
   }
 
  private:
-  /// Merges keys and values [kv_heads, count, head_dim] that stand at positions `first`...
+  /// Merges keys [kv_heads, count, head_dim], and values as many, that stand at positions
+  /// `first`...
   void attend(const at::Tensor& keys, const at::Tensor& values, int64_t first) {
     std::optional<at::Tensor> allowed;
     if (first < validity_.all_valid_from()) {
@@ -127,20 +128,22 @@ class TorchChunk final : public ExactChunk {
     const QueryView& query = attention.query;
     const KeyValueView& own = args.own;
     const int64_t batch = engine.batch();
-    const int64_t dim = options.head_dim;
+    const int64_t dim = options.head_dim, value_width = options.record_shape().value_width();
     const auto there = at::TensorOptions(scalar_type(options.dtype)).device(device);
-    const auto of_own = [&](const void* data, at::IntArrayRef strides) {
+    const auto of_own = [&](const void* data, int64_t width, at::IntArrayRef strides) {
       const auto like = args.is_own_host ? there.device(at::kCPU) : there;
-      return view_of(data, {batch, options.kv_heads, query.queries, dim}, strides, like).to(device);
+      return view_of(data, {batch, options.kv_heads, query.queries, width}, strides, like)
+          .to(device);
     };
     query_ = view_of(query.data, {batch, query.heads, query.queries, dim},
                      {query.batch_stride, query.head_stride, query.query_stride, 1}, there);
-    keys_ = of_own(own.keys, {own.key_batch_stride, own.key_head_stride, own.key_token_stride, 1});
-    values_ = of_own(own.values,
+    keys_ =
+        of_own(own.keys, dim, {own.key_batch_stride, own.key_head_stride, own.key_token_stride, 1});
+    values_ = of_own(own.values, value_width,
                      {own.value_batch_stride, own.value_head_stride, own.value_token_stride, 1});
-    const int64_t row = query.heads * dim;
-    output_ = view_of(attention.output, {batch, query.heads, query.queries, dim},
-                      {query.queries * row, dim, row, 1}, there);
+    const int64_t row = query.heads * value_width;
+    output_ = view_of(attention.output, {batch, query.heads, query.queries, value_width},
+                      {query.queries * row, value_width, row, 1}, there);
     if (attention.sinks != nullptr) {
       sinks_ = view_of(attention.sinks, {query.heads}, {1}, there.dtype(at::kFloat));
     }
@@ -148,8 +151,10 @@ class TorchChunk final : public ExactChunk {
   }
 
   bool attend_alone() override {
-    output_.copy_(
-        at::scaled_dot_product_attention(query_, keys_, values_, {}, 0.0, true, rule_.scale, true));
+    const at::Tensor values = as_wide_as(values_, keys_);
+    const at::Tensor output =
+        at::scaled_dot_product_attention(query_, keys_, values, {}, 0.0, true, rule_.scale, true);
+    output_.copy_(output.narrow(-1, 0, values_.size(-1)));
     return true;
   }
 
@@ -195,7 +200,7 @@ class TorchChunk final : public ExactChunk {
   int64_t past_;
   at::Tensor query_;   // [batch, heads, tokens, head_dim], as all but sinks
   at::Tensor keys_;    // of the chunk itself
-  at::Tensor values_;  // likewise
+  at::Tensor values_;  // likewise, and perhaps narrower, as output_
   at::Tensor output_;
   at::Tensor sinks_;  // [heads] fp32, or undefined
   ScoreRule rule_;

@@ -74,7 +74,7 @@ def memory_of(config: SwapConfig, shape: Shape, heads: int, context: int) -> dic
     from kvswap_torch import _C
     from kvswap_torch.sizing import ModelShape, effective_ranks, native_options
 
-    widths = (shape.kv_heads, shape.head_dim, shape.element_bytes, shape.sides)
+    widths = (shape.kv_heads, shape.head_dim, shape.element_bytes, shape.sides, shape.value_dim)
     model = ModelShape(shape.layers, heads, *widths)
     options = native_options(
         config,
@@ -106,6 +106,7 @@ def _shape_of(model: str) -> tuple[Shape, int]:
         head_dim=latent + text.qk_rope_head_dim if latent else head_dim,
         element_bytes=4 if str(text.dtype) == "torch.float32" else 2,
         sides=1 if latent else 2,
+        value_dim=0 if latent else min(head_dim, getattr(text, "v_head_dim", None) or 0),
     )
     return shape, heads
 

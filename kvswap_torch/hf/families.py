@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -64,7 +64,8 @@ class ModelParts:
     placement, disk_everywhere
         Which part this process has where several run one model, and `disk` of all of them.
     value_dim
-        Of a KV head's values; records have them as wide as keys, with zeros behind.
+        Of a KV head's values. Records have them so (`shape.value_dim`), but on a device, and in
+        what earlier versions saved: there as wide as keys, with zeros behind.
     index_topk, index_width
         Of a model that chooses by an index of its own: tokens that a query attends, and numbers of
         the index's keys in all layers on disk. 0: it attends all.
@@ -103,10 +104,14 @@ class ModelParts:
         """The decoder's own config: what attention and mask functions are looked up by."""
         return self.decoder.config
 
+    def recorded(self, value_dim: int) -> ModelParts:
+        """Of a saved cache whose records have V so wide; 0: as wide as K, with zeros behind."""
+        return replace(self, shape=replace(self.shape, value_dim=value_dim))
+
     def stored(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as a session takes them, of what the model caches."""
         if self.latent is None:
-            missing = self.shape.head_dim - self.value_dim
+            missing = self.shape.value_width - self.value_dim
             return keys, F.pad(values, (0, missing)) if missing else values
         joined = self.latent.join(keys, values)
         return joined, joined
@@ -207,6 +212,7 @@ def model_parts(model: Any, place: torch.device | None = None) -> ModelParts:
     _check_attention(name, decoder, attentions)
     dtype, shape = _tensors(name, decoder, attentions, layer_config, placement, latent)
     device = place or _device(name, decoder, attentions)
+    shape = _narrowed(shape, attentions[0], device)
     identity = ModelIdentity(
         model_type=config.model_type,
         layers=len(disk_everywhere),
@@ -457,6 +463,14 @@ def _tensors(
         )
     dtype = _supported_dtype(name, decoder, attentions)
     return dtype, ModelShape(len(attentions), heads, kv_heads, head_dim, dtype.itemsize)
+
+
+def _narrowed(shape: ModelShape, attention: nn.Module, device: torch.device) -> ModelShape:
+    """With V as narrow as the model's, where records may be: a device's kernels take one width."""
+    value_dim = getattr(attention, "v_head_dim", shape.head_dim)
+    if device.type != "cpu" or shape.sides == 1 or value_dim == shape.head_dim:
+        return shape
+    return replace(shape, value_dim=value_dim)
 
 
 def _latent_dtype(

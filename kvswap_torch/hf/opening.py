@@ -105,7 +105,7 @@ class Wish:
         if find(self.preset) is PRESETS[0]:
             return None
         shape = Shape.of(parts.identity, alignment_bytes(self.path))
-        shape = dataclasses.replace(shape, sides=parts.shape.sides)
+        shape = dataclasses.replace(shape, sides=parts.shape.sides, value_dim=parts.shape.value_dim)
         return SwapConfig.preset(self.preset, shape=shape)
 
 

@@ -224,8 +224,7 @@ class Saving:
         def opened(beside: int) -> tuple[Any, Any]:
             beside += parts.index_bytes(max_batch or folder.sequences, max_context or folder.tokens)
             left = None if memory is None else max(1, memory - beside)
-            promised = (left, max_context, max_batch, timeline_spans)
-            options = folder.options(text_of(path), *promised)
+            options = folder.options(text_of(path), left, max_context, max_batch, timeline_spans)
             options.device = str(parts.device)
             options.is_calibrated = facts["calibrated"]
             return options, _C.TensorCache(options, folder)
@@ -248,6 +247,7 @@ class Saving:
             source=folder.path,
             may_sum=memory is None or beside > 0,
         )
+        parts = parts.recorded(options.value_dim)
         cache = _continued(cls, parts, path, budget, start, timeline_spans)
         cache.document = facts.get("document", "")
         try:

@@ -47,6 +47,7 @@ def session_options(
         "kv_heads": parts.shape.kv_heads,
         "head_dim": parts.shape.head_dim,
         "sides": parts.shape.sides,
+        "value_dim": parts.shape.value_dim,
         "dtype": parts.dtype,
         "device": str(parts.device),
         "directory": "" if path is None else str(path),

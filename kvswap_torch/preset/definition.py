@@ -34,6 +34,8 @@ class Shape:
         What the disk reads at once.
     sides
         2: keys and values; 1: keys that are the values too, as in latent attention.
+    value_dim
+        Numbers of a KV head's values; 0: as many as of its keys.
     """
 
     layers: int = 32
@@ -42,6 +44,7 @@ class Shape:
     element_bytes: int = 2
     alignment_bytes: int = 4096
     sides: int = 2
+    value_dim: int = 0
 
     @classmethod
     def of(cls, model: ModelIdentity | None, alignment_bytes: int = 4096) -> Shape:
@@ -63,19 +66,24 @@ class Shape:
         return self.kv_heads * self.head_dim
 
     @property
+    def _head_width(self) -> int:
+        """Numbers of a KV head and token, keys and values."""
+        return self.head_dim + (self.sides - 1) * (self.value_dim or self.head_dim)
+
+    @property
     def group_of_head(self) -> int:
         """Tokens of the smallest group of one KV head whose record fills half of what is read."""
-        return self._group_filling(self.sides * self.head_dim * self.element_bytes)
+        return self._group_filling(self._head_width * self.element_bytes)
 
     @property
     def group_of_bytes(self) -> int:
         """The same of all KV heads, in records of one byte a number; at least four tokens."""
-        return max(4, self._group_filling(self.sides * self.width))
+        return max(4, self._group_filling(self.kv_heads * self._head_width))
 
     @property
     def group_of_half_bytes(self) -> int:
         """The same in records of four bits a number: 8 to 64 tokens, which share a mean."""
-        return min(64, max(8, self._group_filling(max(1, self.sides * self.width // 2))))
+        return min(64, max(8, self._group_filling(max(1, self.kv_heads * self._head_width // 2))))
 
     def _group_filling(self, token_bytes: int) -> int:
         return -(-((self.alignment_bytes + 1) // 2) // token_bytes)

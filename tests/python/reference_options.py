@@ -17,6 +17,7 @@ Options = make_dataclass(
         ("kv_heads", int, 0),
         ("head_dim", int, 0),
         ("sides", int, 2),
+        ("value_dim", int, 0),
         ("dtype", torch.dtype, torch.float32),
         ("device", str, "cpu"),
         ("directory", str, ""),

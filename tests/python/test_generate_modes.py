@@ -24,6 +24,7 @@ from transformers.generation import (
 )
 
 from tests.python import every_model
+from tests.python.narrow_llama import narrow_llama
 from tests.python.tiny_models import EOS, VOCABULARY, character_tokenizer, prompt, tiny_model
 
 pytestmark = [
@@ -38,6 +39,7 @@ OF_EVERY = {
     "dbrx": "Dbrx",
     "roberta": "Roberta",
     "modernbert": "ModernBertDecoder",
+    "mimo": "MiMoV2Flash",  # values narrower than keys
 }
 if os.environ.get("KVSWAP_TEST_LONG") == "1":
     OF_EVERY |= {
@@ -54,7 +56,7 @@ if os.environ.get("KVSWAP_TEST_LONG") == "1":
         "hyv4": "HYV4",
         "axk2": "AXK2",
     }
-FAMILIES = ("llama", "qwen3", "gemma3", *OF_EVERY)
+FAMILIES = ("llama", "qwen3", "gemma3", "narrow llama", *OF_EVERY)
 NO_EARLY_EXIT = ("gpt_bigcode", "roberta", "modernbert")  # in transformers, whatever the cache
 TOKENS = 7
 
@@ -63,6 +65,8 @@ TOKENS = 7
 def model(request: pytest.FixtureRequest):
     """With its family's name, which `NOT_DONE` asks for."""
     name = request.param
+    if name == "narrow llama":
+        return name, narrow_llama()
     made = every_model.build(OF_EVERY[name]) if name in OF_EVERY else tiny_model(name)
     return name, made
 
@@ -217,7 +221,8 @@ EVERYTHING = {
     "output_hidden_states": True,
     "output_attentions": True,  # of none but eager attention has transformers any
 }
-EAGER = ("hyv4",)
+EAGER = ("hyv4", "mimo")
+MEANS_OF_PADDING = ("mimo",)  # are its hidden states of padding: they mean nothing
 
 
 @pytest.mark.parametrize(
@@ -225,7 +230,8 @@ EAGER = ("hyv4",)
 )
 def test_everything_returned(mode, model, open_cache):
     family, model = model
-    inputs, mode = prompt(2, 17, padding=(0, 4)), mode | EVERYTHING
+    padding = () if family in MEANS_OF_PADDING else (0, 4)
+    inputs, mode = prompt(2, 17, padding=padding), mode | EVERYTHING
     if family in EAGER:
         kind, told = run(model, mode, open_cache(model), inputs)
         assert kind is ValueError and "output_attentions must be false" in told

@@ -74,8 +74,8 @@ def test_values_narrower_than_keys(tmp_path):
             shown = cache.layers[index].values.shape
             assert shown == theirs.values.shape
         stats, layers = cache.stats(), len(cache.parts.disk)
-        # Values are stored as wide as keys: 13 groups of each sequence, in blocks of 512 bytes.
-        record = heads * 2 * (24 + 24) * 4
+        # 13 groups of each sequence, in blocks of 512 bytes.
+        record = heads * 2 * (24 + 16) * 4
         assert stats.kv_bytes_on_disk == 2 * 13 * layers * -(-record // 512) * 512
         assert stats.kv_bytes_full == 2 * 30 * layers * heads * (24 + 16) * 4
     with KVSwapCache.from_cache(model, plain, tmp_path, config=COVERING) as cache:

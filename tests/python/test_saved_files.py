@@ -79,6 +79,6 @@ def test_a_flipped_bit_is_found_in_each_file(file: str, tmp_path: Path) -> None:
 def test_what_this_version_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
     saved = copied("covering", tmp_path)
     manifest = json.loads((saved / "manifest.json").read_text())
-    (saved / "manifest.json").write_text(json.dumps(manifest | {"kvswap_cache": 5}))
-    with pytest.raises(ConfigError, match="must be of version 4 or lower"):
+    (saved / "manifest.json").write_text(json.dumps(manifest | {"kvswap_cache": 6}))
+    with pytest.raises(ConfigError, match="must be of version 5 or lower"):
         _C.SavedCache(str(saved))

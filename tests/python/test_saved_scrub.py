@@ -93,10 +93,10 @@ def test_lack_is_told_and_moves_nothing(store: Path) -> None:
         assert [each.failure for each in found] == ["passing"] * 4
     assert all(each.moved_to is None for each in found)
     (saved := store / "a.kvswap" / "manifest.json").write_text(
-        json.dumps(json.loads(saved.read_text()) | {"kvswap_cache": 5})
+        json.dumps(json.loads(saved.read_text()) | {"kvswap_cache": 6})
     )
     assert check(store / "a.kvswap", move=True).failure == "permanent"
-    with pytest.raises(ConfigError, match="version 4 or lower"):
+    with pytest.raises(ConfigError, match="version 5 or lower"):
         read_whole(store / "a.kvswap")
 
 

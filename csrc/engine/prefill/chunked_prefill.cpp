@@ -82,11 +82,10 @@ Status ChunkedPrefill::visit_sealed(const PrefixReader::Groups& groups, PrefixVi
 Status ChunkedPrefill::visit_newest(const PrefixReader::Positions& positions,
                                     PrefixVisitor& visitor) {
   if (positions.begin >= positions.end) return Status::ok();
-  const EngineOptions& options = context_.options;
-  const int64_t bytes = options.kv_heads * (positions.end - positions.begin) * options.head_dim *
-                        dtype_bytes(options.dtype);
-  std::vector<std::byte> keys(bytes);
-  std::vector<std::byte> values(bytes);
+  const RecordShape& shape = context_.plan.record_shape;
+  const int64_t rows = shape.kv_heads * (positions.end - positions.begin);
+  std::vector<std::byte> keys(rows * shape.head_dim * shape.element_bytes);
+  std::vector<std::byte> values(rows * shape.value_width() * shape.element_bytes);
   KVSWAP_RETURN_IF_ERROR(past_.read(positions, keys.data(), values.data()));
   return visitor.visit_newest(positions.begin, positions.end, keys.data(), values.data());
 }

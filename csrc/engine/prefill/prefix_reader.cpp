@@ -117,14 +117,15 @@ Status PrefixReader::read(const Positions& positions, void* keys, void* values) 
   const int64_t gone = context_.store->tables().first_group(positions.layer, positions.sequence) *
                        context_.options.group_tokens;
   if (positions.begin < gone) return dropped("read_back", positions.begin, gone);
-  const int64_t head_dim = context_.options.head_dim;
-  const int64_t head_stride = (positions.end - positions.begin) * head_dim;
+  const int64_t count = positions.end - positions.begin;
+  const int64_t head_dim = context_.plan.record_shape.head_dim;
+  const int64_t value_width = context_.plan.record_shape.value_width();
   const TokenView target = {.keys = keys,
                             .values = values,
-                            .key_head_stride = head_stride,
+                            .key_head_stride = count * head_dim,
                             .key_token_stride = head_dim,
-                            .value_head_stride = head_stride,
-                            .value_token_stride = head_dim};
+                            .value_head_stride = count * value_width,
+                            .value_token_stride = value_width};
   KVSWAP_RETURN_IF_ERROR(read_sealed(positions, target));
   return read_tail(positions, target);
 }

@@ -86,7 +86,8 @@ class PrefixReader {
     int64_t begin = 0;
     int64_t end = 0;
   };
-  /// Copies positions to [kv_heads, end - begin, head_dim] arrays of the host.
+  /// Copies positions to arrays of the host, [kv_heads, end - begin, head_dim] of K and [kv_heads,
+  /// end - begin, value_width()] of V.
   Status read(const Positions& positions, void* keys, void* values);
 
  private:

@@ -21,7 +21,7 @@ class PrefixVisitor {
   /// What is left of the tokens whose records are gone; all are before the chunk, and count.
   virtual Status visit_left(const SurvivingTokens& left) = 0;
   /// Positions [begin, end), newer than all sealed ones that were visited: keys and values
-  /// [kv_heads, end - begin, head_dim] of the host.
+  /// [kv_heads, end - begin, head_dim or value_width()] of the host.
   virtual Status visit_newest(int64_t begin, int64_t end, const std::byte* keys,
                               const std::byte* values) = 0;
 };

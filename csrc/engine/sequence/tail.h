@@ -8,8 +8,9 @@
 
 namespace kvswap {
 
-/// New K and V of a layer: [batch, kv_heads, tokens, head_dim], head_dim contiguous. Where KV heads
-/// are sequences of their own, sequence s is head s % heads_apart of the arrays' s / heads_apart.
+/// New K and V of a layer: [batch, kv_heads, tokens, head_dim] and [batch, kv_heads, tokens,
+/// value_width()], rows contiguous. Where KV heads are sequences of their own, sequence s is head
+/// s % heads_apart of the arrays' s / heads_apart.
 struct KeyValueView {
   const void* keys = nullptr;
   const void* values = nullptr;

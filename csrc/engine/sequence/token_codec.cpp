@@ -39,21 +39,23 @@ const std::byte* tokens_of_page(const Plan& plan, const std::byte* page, const i
 }
 
 TokenBytes token_of_page(const RecordShape& shape, const std::byte* page, int64_t position) {
-  const int64_t row = shape.head_dim * shape.element_bytes;
   const int64_t head = shape.head_elements() * shape.element_bytes;
-  const std::byte* key = page + position * row;
-  return {key, key + shape.value_elements() * shape.element_bytes, head, head};
+  const int64_t value = shape.value_elements() + position * shape.value_width();
+  return {page + position * shape.head_dim * shape.element_bytes,
+          page + value * shape.element_bytes, head, head};
 }
 
 void put_token(const RecordShape& shape, std::byte* page, int64_t position,
                const TokenBytes& token) {
-  const int64_t row = shape.head_dim * shape.element_bytes;
+  const int64_t key_row = shape.head_dim * shape.element_bytes;
+  const int64_t value_row = shape.value_width() * shape.element_bytes;
+  const int64_t value_bytes = shape.value_elements() * shape.element_bytes;
   for (int64_t head = 0; head < shape.kv_heads; ++head) {
-    std::byte* target = page + head * shape.head_elements() * shape.element_bytes + position * row;
-    std::memcpy(target, token.key + head * token.key_head_stride, row);
+    std::byte* target = page + head * shape.head_elements() * shape.element_bytes;
+    std::memcpy(target + position * key_row, token.key + head * token.key_head_stride, key_row);
     if (shape.sides == 1) continue;
-    target += shape.value_elements() * shape.element_bytes;
-    std::memcpy(target, token.value + head * token.value_head_stride, row);
+    std::memcpy(target + value_bytes + position * value_row,
+                token.value + head * token.value_head_stride, value_row);
   }
 }
 

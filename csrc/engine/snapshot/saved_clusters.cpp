@@ -162,12 +162,8 @@ void list_waiting(const EngineContext& context, const Batch& batch, int64_t laye
     }
     return Status::ok();
   };
-  tensors.push_back(
-      {saved_name(layer, "cluster_waiting"),
-       saved_dtype(options.dtype),
-       {count, options.kv_heads, options.sides, options.group_tokens, options.head_dim},
-       bytes,
-       read});
+  tensors.push_back({saved_name(layer, "cluster_waiting"), saved_dtype(options.dtype),
+                     saved_page_sizes(context.plan.record_shape, count), bytes, read});
 }
 
 /// Of one row: what the file has of it, from these on.
@@ -376,15 +372,13 @@ Status load_clusters(EngineContext& context, Batch& batch, const SavedCounts& co
 Status load_waiting(EngineContext& context, Batch& batch, int64_t layer,
                     const SavedTensors& saved) {
   if (context.clusters_of(layer) == nullptr) return Status::ok();
-  const EngineOptions& options = context.options;
   int64_t count = 0;
   for (int64_t row = 0; row < batch.size(); ++row) {
     count += waiting_pages(context.clusters->of(layer, row));
   }
   if (count == 0) return Status::ok();
-  const int64_t sizes[] = {count, options.kv_heads, options.sides, options.group_tokens,
-                           options.head_dim};
-  auto read = saved.get(saved_name(layer, "cluster_waiting"), saved_dtype(options.dtype), sizes);
+  auto read = saved.get(saved_name(layer, "cluster_waiting"), saved_dtype(context.options.dtype),
+                        saved_page_sizes(context.plan.record_shape, count));
   if (!read.is_ok()) return read.status();
   const int64_t bytes = context.plan.group_bytes;
   const std::byte* page = read.value().data();

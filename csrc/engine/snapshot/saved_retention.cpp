@@ -87,9 +87,8 @@ void list_retained(EngineContext& context, Batch& batch, int64_t layer,
   list("kept", "U8", {std::ssize(*raw_states)}, 1, bytes_of(raw_states));
   const int64_t page_bytes = context.plan.group_bytes;
   const int64_t count = std::ssize(pages), float8_count = std::ssize(float8_pages);
-  list("kept_pages", saved_dtype(options.dtype),
-       {count, options.kv_heads, 2, options.group_tokens, options.head_dim}, page_bytes,
-       pages_of(std::move(pages), page_bytes));
+  list("kept_pages", saved_dtype(options.dtype), saved_page_sizes(context.plan.record_shape, count),
+       page_bytes, pages_of(std::move(pages), page_bytes));
   const int64_t float8_bytes = page_bytes / context.retention.float8_per_token;
   list("kept_float8_pages", "U8", {float8_count, float8_bytes}, float8_bytes,
        pages_of(std::move(float8_pages), float8_bytes));
@@ -113,7 +112,7 @@ Status load_retained(EngineContext& context, Batch& batch, const RetainedPlace& 
   const int64_t bytes = context.plan.group_bytes;
   const int64_t float8_bytes = bytes / context.retention.float8_per_token;
   SavedBytes pages[2];
-  const int64_t shape[] = {totals[1], options.kv_heads, 2, options.group_tokens, options.head_dim};
+  const auto shape = saved_page_sizes(context.plan.record_shape, totals[1]);
   const int64_t float8_shape[] = {totals[2], float8_bytes};
   if (totals[1] > 0) {
     auto read = saved.get(saved_name(layer, "kept_pages"), saved_dtype(options.dtype), shape);

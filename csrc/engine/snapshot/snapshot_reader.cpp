@@ -226,7 +226,6 @@ Status SnapshotReader::load_exponents(const SavedCounts& counts, const SavedTens
 
 Status SnapshotReader::load_sinks(int64_t layer, const SavedCounts& counts,
                                   const SavedTensors& saved) {
-  const EngineOptions& options = context_.options;
   int64_t count = 0;
   for (int64_t sequence = 0; sequence < counts.sequences; ++sequence) {
     for (int64_t group = 0; group < counts.groups; ++group) {
@@ -238,10 +237,8 @@ Status SnapshotReader::load_sinks(int64_t layer, const SavedCounts& counts,
   const int64_t sizes[] = {count, 2};
   auto sinks = saved.get(name, "U32", sizes);
   if (!sinks.is_ok()) return sinks.status();
-  const int64_t record_sizes[] = {count, options.kv_heads, options.sides, options.group_tokens,
-                                  options.head_dim};
-  auto records =
-      saved.get(saved_name(layer, "sink_records"), saved_dtype(options.dtype), record_sizes);
+  auto records = saved.get(saved_name(layer, "sink_records"), saved_dtype(context_.options.dtype),
+                           saved_page_sizes(context_.plan.record_shape, count));
   if (!records.is_ok()) return records.status();
   const std::vector<uint32_t> places = copied<uint32_t>(sinks.value());
   const int64_t bytes = context_.plan.group_bytes;
@@ -268,13 +265,17 @@ Status SnapshotReader::load_tail(int64_t layer, const SavedCounts& counts,
   const int64_t begin = counts.groups * options.group_tokens;
   const int64_t newest = counts.positions - begin;
   if (newest == 0) return Status::ok();
-  const int64_t sizes[] = {counts.sequences, options.sides, options.kv_heads, newest,
-                           options.head_dim};
-  auto found = saved.get(saved_name(layer, "tail"), saved_dtype(options.dtype), sizes);
+  RecordShape tail = context_.plan.record_shape;
+  tail.group_tokens = newest;
+  auto found = saved.get(saved_name(layer, "tail"), saved_dtype(options.dtype),
+                         saved_tail_sizes(tail, counts.sequences));
   if (!found.is_ok()) return found.status();
   const int64_t groups = (newest + options.group_tokens - 1) / options.group_tokens;
   const int64_t group_bytes = context_.plan.group_bytes;
   const size_t row = found.value().size() / counts.sequences;
+  // Of one side: its values are its keys.
+  const int64_t value_bytes =
+      (tail.sides - 1) * tail.kv_heads * tail.side_elements(0) * tail.element_bytes;
   std::vector<std::byte> records(groups * group_bytes);
   for (int64_t sequence = 0; sequence < counts.sequences; ++sequence) {
     std::vector<std::byte> tokens = copied<std::byte>(found.value().subspan(sequence * row, row));
@@ -289,11 +290,11 @@ Status SnapshotReader::load_tail(int64_t layer, const SavedCounts& counts,
     }
     pack_records({.shape = context_.plan.record_shape,
                   .tokens = {.keys = tokens.data(),
-                             .values = tokens.data() + row / options.sides * (options.sides - 1),
-                             .key_head_stride = newest * options.head_dim,
-                             .key_token_stride = options.head_dim,
-                             .value_head_stride = newest * options.head_dim,
-                             .value_token_stride = options.head_dim},
+                             .values = tokens.data() + value_bytes,
+                             .key_head_stride = tail.side_elements(0),
+                             .key_token_stride = tail.head_dim,
+                             .value_head_stride = tail.side_elements(1),
+                             .value_token_stride = tail.value_width()},
                   .records = targets.data(),
                   .first_tokens = first_tokens.data(),
                   .lengths = lengths.data(),

@@ -340,20 +340,20 @@ void SnapshotWriter::list_layer(int64_t layer, const Numbers& numbers,
   const int64_t begin = groups * options.group_tokens;
   const int64_t newest = positions - begin;
   if (newest == 0) return;
-  const int64_t side = options.kv_heads * newest * options.head_dim * dtype_bytes(options.dtype);
-  const int64_t sides = options.sides;
-  tensors.push_back({saved_name(layer, "tail"),
-                     saved_dtype(options.dtype),
-                     {batch_.size(), sides, options.kv_heads, newest, options.head_dim},
-                     sides * side,
-                     [=, this](int64_t first, int64_t count, std::byte* target) {
-                       for (int64_t i = 0; i < count; ++i, target += sides * side) {
-                         KVSWAP_RETURN_IF_ERROR(past_.read({layer, first + i, begin, positions},
-                                                           target,
-                                                           sides == 2 ? target + side : nullptr));
-                       }
-                       return Status::ok();
-                     }});
+  RecordShape tail = context_.plan.record_shape;
+  tail.group_tokens = newest;
+  const int64_t bytes = tail.payload_bytes();
+  const int64_t key_bytes = tail.kv_heads * tail.side_elements(0) * tail.element_bytes;
+  const bool has_values = tail.sides == 2;
+  tensors.push_back(
+      {saved_name(layer, "tail"), saved_dtype(options.dtype), saved_tail_sizes(tail, batch_.size()),
+       bytes, [=, this](int64_t first, int64_t count, std::byte* target) {
+         for (int64_t i = 0; i < count; ++i, target += bytes) {
+           KVSWAP_RETURN_IF_ERROR(past_.read({layer, first + i, begin, positions}, target,
+                                             has_values ? target + key_bytes : nullptr));
+         }
+         return Status::ok();
+       }});
 }
 
 void SnapshotWriter::list_sinks(int64_t layer, std::vector<SavedTensor>& tensors) {
@@ -386,18 +386,15 @@ void SnapshotWriter::list_sinks(int64_t layer, std::vector<SavedTensor>& tensors
                        return Status::ok();
                      }});
   const int64_t bytes = context_.plan.group_bytes;
-  tensors.push_back(
-      {saved_name(layer, "sink_records"),
-       saved_dtype(options.dtype),
-       {count, options.kv_heads, options.sides, options.group_tokens, options.head_dim},
-       bytes,
-       [this, sinks, bytes](int64_t first, int64_t rows, std::byte* target) {
-         for (int64_t i = 0; i < rows; ++i) {
-           KVSWAP_RETURN_IF_ERROR(context_.space->compute().download(target + i * bytes,
-                                                                     sinks[first + i].page, bytes));
-         }
-         return Status::ok();
-       }});
+  tensors.push_back({saved_name(layer, "sink_records"), saved_dtype(options.dtype),
+                     saved_page_sizes(context_.plan.record_shape, count), bytes,
+                     [this, sinks, bytes](int64_t first, int64_t rows, std::byte* target) {
+                       for (int64_t i = 0; i < rows; ++i) {
+                         KVSWAP_RETURN_IF_ERROR(context_.space->compute().download(
+                             target + i * bytes, sinks[first + i].page, bytes));
+                       }
+                       return Status::ok();
+                     }});
 }
 
 }  // namespace kvswap

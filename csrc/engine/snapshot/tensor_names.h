@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/records.h"
 #include "kernels/types.h"
 
 namespace kvswap {
@@ -23,6 +24,20 @@ inline const char* saved_dtype(DType dtype) {
          : dtype == DType::kBFloat16 ? "BF16"
          : dtype == DType::kFloat16  ? "F16"
                                      : "I8";
+}
+
+/// Of `count` pages in the model's dtype. Where V is narrower than K a KV head's are one row.
+inline std::vector<int64_t> saved_page_sizes(const RecordShape& page, int64_t count) {
+  if (page.value_width() != page.head_dim) return {count, page.kv_heads, page.head_elements()};
+  return {count, page.kv_heads, page.sides, page.group_tokens, page.head_dim};
+}
+
+/// Of the newest tokens of so many sequences, as many as `tail` has: K of all KV heads, then V.
+inline std::vector<int64_t> saved_tail_sizes(const RecordShape& tail, int64_t sequences) {
+  if (tail.value_width() != tail.head_dim) {
+    return {sequences, tail.kv_heads * tail.head_elements()};
+  }
+  return {sequences, tail.sides, tail.kv_heads, tail.group_tokens, tail.head_dim};
 }
 
 /// A copy, since what is in a file may not be aligned.

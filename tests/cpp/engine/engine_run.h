@@ -50,8 +50,9 @@ class EngineRun {
     return values;
   }
   Tokens draw_tokens(int64_t batch, int64_t tokens) {
-    const int64_t count = batch * options_.kv_heads * tokens * options_.head_dim;
-    return {tokens, numbers(count, 3), numbers(count, 64, 1.0f / 16)};
+    const int64_t rows = batch * options_.kv_heads * tokens;
+    return {tokens, numbers(rows * options_.head_dim, 3),
+            numbers(rows * memory_.value_dim(), 64, 1.0f / 16)};
   }
   std::vector<float> draw_query(int64_t batch, int64_t queries) {
     return numbers(batch * options_.query_heads * queries * options_.head_dim, 2);
@@ -86,15 +87,15 @@ class EngineRun {
   }
   KeyValueView view(const Tokens& tokens, int64_t batch) {
     const int64_t head = tokens.tokens * options_.head_dim;
-    const int64_t sequence = options_.kv_heads * head;
+    const int64_t value_head = tokens.tokens * memory_.value_dim();
     return {.keys = given(tokens.keys, 0),
             .values = given(tokens.values, 1),
-            .key_batch_stride = sequence,
+            .key_batch_stride = options_.kv_heads * head,
             .key_head_stride = head,
             .key_token_stride = options_.head_dim,
-            .value_batch_stride = sequence,
-            .value_head_stride = head,
-            .value_token_stride = options_.head_dim,
+            .value_batch_stride = options_.kv_heads * value_head,
+            .value_head_stride = value_head,
+            .value_token_stride = memory_.value_dim(),
             .batch = batch,
             .tokens = tokens.tokens};
   }
@@ -128,7 +129,8 @@ class EngineRun {
                 std::vector<std::byte>& output) {
     KVSWAP_RETURN_IF_ERROR(begin(queries));
     sealed_before_ = engine_->sequences().layer(layer).sealed_groups;
-    output.assign(query.size() * dtype_bytes(options_.dtype), std::byte{0xab});
+    const auto rows = static_cast<int64_t>(query.size()) / options_.head_dim;
+    output.assign(rows * memory_.value_dim() * dtype_bytes(options_.dtype), std::byte{0xab});
     const Status attended = engine_->attend({.layer = layer,
                                              .query = view(query, queries),
                                              .output = caller_.room(output),
@@ -263,10 +265,10 @@ class EngineRun {
   }
 
   void compare_positions(int64_t layer, int64_t sequence, int64_t begin, int64_t end) {
-    const int64_t dim = options_.head_dim;
     const int64_t bytes = dtype_bytes(options_.dtype);
-    std::vector<std::byte> keys(options_.kv_heads * (end - begin) * dim * bytes);
-    std::vector<std::byte> values(keys.size());
+    const int64_t key_bytes = options_.head_dim * bytes, value_bytes = memory_.value_dim() * bytes;
+    std::vector<std::byte> keys(options_.kv_heads * (end - begin) * key_bytes);
+    std::vector<std::byte> values(options_.kv_heads * (end - begin) * value_bytes);
     const Status read = engine_->read_back(layer, sequence, begin, end, keys.data(), values.data());
     ASSERT_TRUE(read.is_ok()) << read.message();
     const auto& expected = memory_.layer(layer).sequences[sequence];
@@ -274,10 +276,13 @@ class EngineRun {
     const auto* value_rows = static_cast<const std::byte*>(raw(expected.values, 1));
     for (int64_t head = 0; head < options_.kv_heads; ++head) {
       for (int64_t position = begin; position < end; ++position) {
-        const int64_t got = (head * (end - begin) + position - begin) * dim * bytes;
-        const int64_t want = (position * options_.kv_heads + head) * dim * bytes;
-        ASSERT_EQ(std::memcmp(keys.data() + got, key_rows + want, dim * bytes), 0);
-        ASSERT_EQ(std::memcmp(values.data() + got, value_rows + want, dim * bytes), 0);
+        const int64_t got = head * (end - begin) + position - begin;
+        const int64_t want = position * options_.kv_heads + head;
+        const auto expect_row = [&](const std::byte* read, const std::byte* rows, int64_t row) {
+          ASSERT_EQ(std::memcmp(read + got * row, rows + want * row, row), 0);
+        };
+        expect_row(keys.data(), key_rows, key_bytes);
+        expect_row(values.data(), value_rows, value_bytes);
       }
     }
   }
@@ -376,23 +381,24 @@ class EngineRun {
     for (int64_t sequence = 0; sequence < memory_.batch(); ++sequence) {
       for (int64_t group = first; group < sealed; ++group) {
         if (memory_.is_sink(sequence, group)) continue;
-        const int64_t bytes = tokens * memory_.width() * dtype_bytes(options_.dtype);
-        std::vector<std::byte> sides[2] = {std::vector<std::byte>(bytes),
-                                           std::vector<std::byte>(bytes)};
+        const int64_t bytes = tokens * options_.kv_heads * dtype_bytes(options_.dtype);
+        std::vector<std::byte> sides[2] = {std::vector<std::byte>(bytes * options_.head_dim),
+                                           std::vector<std::byte>(bytes * memory_.value_dim())};
         const Status read =
             engine_->read_back(layer, sequence, group * tokens, (group + 1) * tokens,
                                sides[0].data(), sides[1].data());
         ASSERT_TRUE(read.is_ok()) << read.message();
         PlainMemory::Sequence& of = retained.sequences[sequence];
-        take_rounded(of.keys, group, sides[0]);
-        take_rounded(of.values, group, sides[1]);
+        take_rounded(of.keys, group, sides[0], options_.head_dim);
+        take_rounded(of.values, group, sides[1], memory_.value_dim());
       }
     }
   }
-  /// read: [kv_heads, group_tokens, head_dim].
-  void take_rounded(std::vector<float>& side, int64_t group, const std::vector<std::byte>& read) {
-    const int64_t dim = options_.head_dim, tokens = options_.group_tokens;
-    for (int64_t i = 0; i < tokens * memory_.width(); ++i) {
+  /// read: [kv_heads, group_tokens, dim].
+  void take_rounded(std::vector<float>& side, int64_t group, const std::vector<std::byte>& read,
+                    int64_t dim) {
+    const int64_t tokens = options_.group_tokens;
+    for (int64_t i = 0; i < tokens * options_.kv_heads * dim; ++i) {
       const int64_t head = i / dim / tokens, token = group * tokens + i / dim % tokens;
       float& was = side[(token * options_.kv_heads + head) * dim + i % dim];
       const float now = number(read, i);

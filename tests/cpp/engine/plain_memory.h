@@ -12,7 +12,8 @@
 
 namespace kvswap {
 
-/// New tokens of a layer: keys, values [batch, kv_heads, tokens, head_dim], contiguous.
+/// New tokens of a layer: keys [batch, kv_heads, tokens, head_dim] and values of value_width(),
+/// contiguous.
 struct Tokens {
   int64_t tokens = 0;
   std::vector<float> keys;
@@ -31,8 +32,8 @@ class PlainMemory {
   explicit PlainMemory(const EngineOptions& options) : options_(options), layers_(options.layers) {}
 
   struct Sequence {
-    std::vector<float> keys;  // [positions, kv_heads, head_dim]
-    std::vector<float> values;
+    std::vector<float> keys;    // [positions, kv_heads, head_dim]
+    std::vector<float> values;  // of value_width()
   };
   struct Layer {
     int64_t positions = 0;
@@ -49,6 +50,7 @@ class PlainMemory {
   int64_t parts() const { return batch() * heads_apart(); }
   int64_t heads_apart() const { return options_.heads == "each" ? options_.kv_heads : 1; }
   int64_t width() const { return options_.kv_heads * options_.head_dim; }
+  int64_t value_dim() const { return options_.record_shape().value_width(); }
 
   void declare(int64_t batch, int64_t tokens, const bool* valid) {
     if (valid_.empty()) start(batch);
@@ -64,10 +66,12 @@ class PlainMemory {
     for (int64_t b = 0; b < batch; ++b) {
       for (int64_t t = 0; t < tokens.tokens; ++t) {
         for (int64_t h = 0; h < options_.kv_heads; ++h) {
-          const int64_t at = ((b * options_.kv_heads + h) * tokens.tokens + t) * dim;
+          const int64_t row = (b * options_.kv_heads + h) * tokens.tokens + t;
+          const float* key = &tokens.keys[row * dim];
+          const float* value = &tokens.values[row * value_dim()];
           Sequence& into = layer.sequences[b];
-          into.keys.insert(into.keys.end(), &tokens.keys[at], &tokens.keys[at] + dim);
-          into.values.insert(into.values.end(), &tokens.values[at], &tokens.values[at] + dim);
+          into.keys.insert(into.keys.end(), key, key + dim);
+          into.values.insert(into.values.end(), value, value + value_dim());
         }
       }
     }
@@ -85,7 +89,7 @@ class PlainMemory {
       layer.rounded = std::min(layer.rounded, options_.sealed_groups(positions));
       for (Sequence& sequence : layer.sequences) {
         sequence.keys.resize(positions * width());
-        sequence.values.resize(positions * width());
+        sequence.values.resize(positions * options_.kv_heads * value_dim());
       }
     }
     for (auto& valid : valid_) valid.resize(std::min<size_t>(valid.size(), positions));
@@ -110,8 +114,9 @@ class PlainMemory {
     }
   }
 
-  /// Attention of the newest `queries` positions, [batch, queries, heads, head_dim], over the valid
-  /// tokens that is_seen(sequence, part, token) tells. query [batch, heads, queries, head_dim].
+  /// Attention of the newest `queries` positions, [batch, queries, heads, value_dim()], of the
+  /// valid tokens that is_seen(sequence, part, token) tells. query [batch, heads, queries,
+  /// head_dim].
   using IsSeen = std::function<bool(int64_t b, int64_t part, int64_t token)>;
   std::vector<double> attend_over(int64_t index, const std::vector<float>& query, int64_t queries,
                                   double scale, const IsSeen& is_seen) const {
@@ -230,7 +235,7 @@ class PlainMemory {
     const int64_t dim = options_.head_dim;
     const int64_t kv_head = head / (options_.query_heads / options_.kv_heads);
     const int64_t part = b * heads_apart() + kv_head % heads_apart();
-    std::vector<double> sum(dim);
+    std::vector<double> sum(value_dim());
     double total = 0;
     double largest = -INFINITY;
     for (const bool is_second : {false, true}) {
@@ -242,7 +247,10 @@ class PlainMemory {
         if (!is_second) largest = std::max(largest, score * scale);
         const double weight = is_second ? std::exp(score * scale - largest) : 0;
         total += weight;
-        for (int64_t d = 0; d < dim; ++d) sum[d] += weight * layer.sequences[b].values[at + d];
+        const int64_t value_at = (t * options_.kv_heads + kv_head) * value_dim();
+        for (int64_t d = 0; d < value_dim(); ++d) {
+          sum[d] += weight * layer.sequences[b].values[value_at + d];
+        }
       }
     }
     for (const double value : sum) output.push_back(total > 0 ? value / total : 0);

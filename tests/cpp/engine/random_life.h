@@ -18,6 +18,7 @@ struct Shape {
   const char* records = "model";
   int64_t layers = 2;
   int64_t resident_layers = 0;  // 0: all
+  bool has_narrow_values = false;
 };
 
 inline void PrintTo(const Shape& shape, std::ostream* stream) { *stream << shape.name; }
@@ -37,6 +38,10 @@ inline EngineOptions options_of(const Shape& shape, const std::string& directory
   options.records = shape.records;
   if (options.has_float8_records()) options.head_dim *= 4;
   if (options.has_int4_records()) options.head_dim = (4 * options.head_dim + 15) / 16 * 16;
+  if (shape.has_narrow_values) {
+    options.value_dim = options.has_int4_records() ? options.head_dim : options.head_dim + 3;
+    options.head_dim *= 2;
+  }
   options.layers = shape.layers;
   while (ssize(options.ranks) < shape.layers) options.ranks.push_back(6);
   if (shape.resident_layers > 0) options.resident_layers = shape.resident_layers;
@@ -69,6 +74,14 @@ inline const Shape kSharedPages[] = {
           2},
     Shape{"each_head", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32, "each", "model", 4, 2},
     Shape{"as_many_as_layers", 4, 8, 4, 4, 8, 4, 3, "fifo", DType::kFloat32, "all", "model", 3, 4}};
+
+/// V narrower than K: in host memory alone.
+inline const Shape kNarrowValues[] = {
+    Shape{"narrow", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32, "all", "model", 2, 0, true},
+    Shape{"narrow_of_each_head", 7, 5, 9, 2, 5, 4, 3, "fifo", DType::kBFloat16, "each", "model", 3,
+          2, true},
+    Shape{"narrow_float8", 4, 8, 4, 4, 8, 4, 3, "lru", DType::kFloat32, "all", "fp8", 3, 2, true},
+    Shape{"narrow_int4", 7, 12, 9, 2, 4, 4, 4, "lru", DType::kFloat32, "all", "int4", 2, 0, true}};
 
 /// Of records that are rounded.
 inline std::vector<Shape> rounded_shapes(const char* records) {

@@ -127,24 +127,24 @@ inline std::vector<std::byte> answers(Engine& engine, uint64_t seed) {
     const int64_t tokens = pass == 5 ? 30 : 1 + pass % options.select_queries_max;
     const bool is_short = tokens <= options.select_queries_max;
     EXPECT_TRUE(engine.begin_pass(is_short ? Pass::kDecode : Pass::kPrefill).is_ok());
-    const int64_t dim = options.head_dim;
-    const auto draw = [&](int64_t heads) {
+    const int64_t dim = options.head_dim, value_dim = options.record_shape().value_width();
+    const auto draw = [&](int64_t heads, int64_t width) {
       std::normal_distribution<float> normal;
-      std::vector<float> numbers(heads * tokens * dim);
+      std::vector<float> numbers(heads * tokens * width);
       for (float& number : numbers) number = normal(random);
       return numbers;
     };
     for (int64_t layer = 0; layer < options.layers; ++layer) {
-      const auto keys = draw(options.kv_heads), values = draw(options.kv_heads);
-      const auto query = draw(options.query_heads);
+      const auto keys = draw(options.kv_heads, dim), values = draw(options.kv_heads, value_dim);
+      const auto query = draw(options.query_heads, dim);
       const KeyValueView added = {.keys = keys.data(),
                                   .values = values.data(),
                                   .key_batch_stride = 0,
                                   .key_head_stride = tokens * dim,
                                   .key_token_stride = dim,
                                   .value_batch_stride = 0,
-                                  .value_head_stride = tokens * dim,
-                                  .value_token_stride = dim,
+                                  .value_head_stride = tokens * value_dim,
+                                  .value_token_stride = value_dim,
                                   .batch = 1,
                                   .tokens = tokens};
       EXPECT_TRUE(engine.append(layer, added).is_ok());

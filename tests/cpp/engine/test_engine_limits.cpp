@@ -307,6 +307,60 @@ TEST(Options, HeadsThatADeviceCannotAttendAreRefused) {
   }
 }
 
+TEST(Options, ValuesNarrowerThanKeysAreTheHostsAlone) {
+  const TestDirectory directory;
+  EngineOptions options = small_options(directory.path());
+  options.head_dim *= 2;
+  options.value_dim = options.head_dim / 2;
+  ASSERT_TRUE(Engine::create(options, nullptr).is_ok());
+  const auto refusal = [](const EngineOptions& wrong) {
+    const auto engine = Engine::create(wrong, nullptr);
+    return engine.is_ok() ? "" : engine.status().message();
+  };
+  const auto expect_refused = [&](const EngineOptions& wrong, const char* why) {
+    EXPECT_NE(refusal(wrong).find(why), std::string::npos) << refusal(wrong);
+  };
+  EngineOptions wrong = options;
+  wrong.device = host_device({});
+  expect_refused(wrong, "value_dim must be head_dim on a device");
+  wrong.value_dim = wrong.head_dim;
+  EXPECT_EQ(refusal(wrong), "");
+  wrong = options;
+  wrong.sides = 1;
+  expect_refused(wrong, "value_dim must be 0 where keys are the values too");
+  wrong = options;
+  wrong.value_dim = options.head_dim + 1;
+  expect_refused(wrong, "value_dim must be 0..");
+  wrong = options;
+  wrong.records = "int4";
+  wrong.head_dim = 256;
+  wrong.value_dim = 40;
+  expect_refused(wrong, "head_dim must be a multiple of 16, and value_dim too, got 40");
+}
+
+/// A record, a page and the room to stream through are smaller by what V lacks.
+TEST(Options, NarrowerValuesTakeLessOfDiskAndMemory) {
+  EngineOptions options = small_options("/");
+  options.kv_heads = 4;
+  options.query_heads = 16;
+  options.group_tokens = 8;
+  options.head_dim = 192;
+  options.dtype = DType::kBFloat16;
+  const auto bytes = [&] { return options.payload_bytes(); };
+  const auto pages = [&] {
+    return memory_need(options, (bytes() + 4095) / 4096 * 4096, 1, 4096).of(Use::kPages);
+  };
+  const int64_t padded = bytes(), padded_pages = pages();
+  options.value_dim = 128;
+  EXPECT_EQ(6 * bytes(), 5 * padded);
+  EXPECT_EQ(bytes(), 4 * 8 * (192 + 128) * 2);
+  EXPECT_EQ(6 * pages(), 5 * padded_pages);
+  options.records = "fp8";
+  EXPECT_EQ(bytes(), 4 * 8 * (192 + 128));
+  options.records = "int4";
+  EXPECT_EQ(bytes(), 4 * (9 * (192 / 2 + 3) + 8 * (128 / 2 + 2)));
+}
+
 /// Settings and a model that the rules allow, mostly the largest and the smallest numbers.
 EngineOptions drawn_options(std::mt19937_64& random) {
   EngineOptions options;

@@ -60,6 +60,11 @@ INSTANTIATE_TEST_SUITE_P(SharedPages, RandomLife,
                                           testing::Values(Place::kHost, Place::kDevice)),
                          life_name);
 
+INSTANTIATE_TEST_SUITE_P(NarrowValues, RandomLife,
+                         testing::Combine(testing::ValuesIn(kNarrowValues),
+                                          testing::Values(Place::kHost)),
+                         life_name);
+
 INSTANTIATE_TEST_SUITE_P(Int4, RandomLife,
                          testing::Combine(testing::ValuesIn(rounded_shapes("int4")),
                                           testing::Values(Place::kHost, Place::kDevice)),

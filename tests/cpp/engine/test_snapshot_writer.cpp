@@ -24,6 +24,8 @@ constexpr Kind kKinds[] = {
     {"fp8", "model", DType::kFloat32, false},
     {"int4", "model", DType::kFloat32, false},
     {"int4_bf16_device", "model", DType::kBFloat16, true},
+    {"narrow_values", "model", DType::kFloat32, false},
+    {"narrow_values_bf16", "model", DType::kBFloat16, false},
     {"wiped", "model", DType::kFloat32, false},
     {"wiped_device", "model", DType::kFloat32, true},
 };
@@ -44,6 +46,10 @@ EngineOptions options_of(const Kind& kind, const std::string& directory) {
   if (std::string(kind.name).starts_with("int4")) {
     options.records = "int4";
     options.head_dim *= 4;
+  }
+  if (std::string(kind.name).starts_with("narrow_values")) {
+    options.value_dim = options.head_dim + 5;
+    options.head_dim *= 2;
   }
   if (kind.on_device) options.device = host_device({});
   return options;

@@ -206,7 +206,8 @@ TEST(Prefetch, RandomLivesOfEveryShapeAreThoseWithoutIt) {
   const std::vector<Shape> of_float8 = rounded_shapes("fp8");
   const std::vector<Shape> of_int4 = rounded_shapes("int4");
   for (const auto& shapes : {std::span<const Shape>(kShapes), std::span<const Shape>(kSharedPages),
-                             std::span<const Shape>(of_float8), std::span<const Shape>(of_int4)}) {
+                             std::span<const Shape>(of_float8), std::span<const Shape>(of_int4),
+                             std::span<const Shape>(kNarrowValues)}) {
     for (const Shape& shape : shapes) {
       SCOPED_TRACE(shape.name);
       const TestDirectory directory;

@@ -168,7 +168,7 @@ TEST(SavedCache, EveryDamageHasItsSentenceAndLeavesNothing) {
   const auto newer = [&] {
     std::ifstream file(path + "/manifest.json");
     std::string text((std::istreambuf_iterator<char>(file)), {});
-    text.replace(text.find("\"kvswap_cache\": 2"), 17, "\"kvswap_cache\": 5");
+    text.replace(text.find("\"kvswap_cache\": 2"), 17, "\"kvswap_cache\": 6");
     std::ofstream(path + "/manifest.json") << text;
   };
   const Damage damages[] = {
@@ -183,7 +183,7 @@ TEST(SavedCache, EveryDamageHasItsSentenceAndLeavesNothing) {
       {"bit in state", [&] { flip("state.safetensors", 5000); }, "checksum"},
       {"link for records", [&] { link("records.bin"); }, "is a link"},
       {"link for manifest", [&] { link("manifest.json"); }, "is a link"},
-      {"newer", newer, "must be of version 4 or lower"},
+      {"newer", newer, "must be of version 5 or lower"},
   };
   for (const Damage& damage : damages) {
     SCOPED_TRACE(damage.what);

@@ -58,6 +58,23 @@ TEST(SavedManifest, SaysWhereKeysAreTheValues) {
   EXPECT_EQ(read_manifest(manifest_text(manifest), "book").shape.sides, 1);
 }
 
+TEST(SavedManifest, SaysHowWideValuesAre) {
+  SavedManifest manifest = some_manifest();
+  manifest.shape.value_dim = manifest.shape.head_dim;
+  EXPECT_EQ(manifest_text(manifest), manifest_text(some_manifest())) << "an older reader takes it";
+  manifest.shape.value_dim = 8;
+  const std::string narrow = manifest_text(manifest);
+  EXPECT_NE(narrow.find("\"kvswap_cache\": 5"), std::string::npos) << "an older reader refuses it";
+  EXPECT_EQ(read_manifest(narrow, "book").shape.value_dim, 8);
+  // Records of 16 and 8 numbers, where those of 16 and 16 would not fit.
+  manifest.settings.group_tokens = 5;
+  EXPECT_EQ(read_manifest(manifest_text(manifest), "book").counts.record_bytes, 512);
+  manifest.shape.value_dim = 0;
+  EXPECT_THROW(read_manifest(manifest_text(manifest), "book"), SessionError);
+  manifest.shape.value_dim = 17;
+  EXPECT_THROW(read_manifest(manifest_text(manifest), "book"), SessionError);
+}
+
 TEST(SavedManifest, ComesBackAsItWas) {
   const SavedManifest read = read_manifest(manifest_text(some_manifest()), "book");
   EXPECT_EQ(read.settings.heads, "each");

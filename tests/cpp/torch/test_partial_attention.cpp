@@ -43,6 +43,22 @@ TEST(PartialAttention, InRowsIsWhatFlashAttentionGives) {
   }
 }
 
+TEST(PartialAttention, ValuesNarrowerThanKeys) {
+  Tensors t({4, 2, 20, 20, 24});
+  const at::Tensor wide = at::cat({t.values.narrow(2, 0, 10), at::zeros({2, 20, 14})}, 2);
+  t.values = t.values.narrow(2, 0, 10).contiguous();
+  for (const Causal causal : {Causal::kNo, Causal::kYes}) {
+    const PartialAttention expected =
+        attend_part(t.query, t.keys, wide, causal, std::nullopt, {.scale = 0.3});
+    for (auto* attend : {attend_part, attend_part_in_rows}) {
+      const PartialAttention got =
+          attend(t.query, t.keys, t.values, causal, std::nullopt, {.scale = 0.3});
+      EXPECT_EQ(got.output.sizes(), (at::IntArrayRef{4, 20, 10}));
+      expect_close(got, {expected.output.narrow(2, 0, 10), expected.log_sum_exp});
+    }
+  }
+}
+
 TEST(PartialAttention, ManyRowsAreComputedInPieces) {
   const Tensors t({16, 2, 700, 700, 8});
   const Tensors wide({64, 2, 40, 9000, 8});
