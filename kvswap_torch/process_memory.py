@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ STATUS = Path("/proc/self/status")
 FIELDS = ("VmRSS", "RssAnon", "VmHWM")
 COST_SHARE_MAX = 0.01  # of the work that giving back ends
 COST_FIRST = 0.005  # seconds, before any was measured
+# oneDNN keeps the code that it made for products of each shape, and torch a second list of it:
+# 1,024 each, of some 0.2 MiB. Each length of a prompt has shapes of its own, a few.
+CODE_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,15 @@ def give_back_memory() -> bool:
     """
     trim = _malloc_trim()
     return trim is not None and trim(0) != 0
+
+
+def keep_little_code() -> None:
+    """For a process that reads prompts of many lengths: oneDNN keeps code for few shapes.
+
+    Before the first product of matrices. What the environment says already holds.
+    """
+    for name, most in CODE_CACHES.items():
+        os.environ.setdefault(name, most)
 
 
 @functools.cache

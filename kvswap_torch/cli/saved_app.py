@@ -148,7 +148,9 @@ def chat(
 
     from kvswap_torch.cli import saved
     from kvswap_torch.cli.chat import Chat
+    from kvswap_torch.process_memory import keep_little_code
 
+    keep_little_code()
     loaded = {"weights": weights, "weights_memory": weights_memory}
     options = _options(book, model, kv_memory, path, prompt_template, **loaded)
     console = Console(stderr=as_json)

@@ -29,6 +29,7 @@ from kvswap_torch.errors import ConfigError
 from kvswap_torch.few_bits import check_format
 from kvswap_torch.keep import drops
 from kvswap_torch.memory_size import parse_bytes
+from kvswap_torch.process_memory import keep_little_code
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.serving.server import Server
@@ -141,6 +142,7 @@ def serve(
     from kvswap_torch.hf.serving.server import Server, ServerOptions
 
     hf_logging.set_verbosity_error()  # the server warns of every request
+    keep_little_code()
     if device_of(device).type == "cpu":
         _check_fits(
             model, (dtype, weights), kv_memory, path=path or store, config=config, preset=preset,

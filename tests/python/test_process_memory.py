@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvswap_torch import process_memory
+from kvswap_torch.half_linear import has_products
 from kvswap_torch.process_memory import COST_SHARE_MAX, MemoryReturns
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +83,40 @@ def test_what_was_freed_goes_back_to_the_system():
 def test_where_the_c_library_cannot_nothing_is_given_back(monkeypatch):
     monkeypatch.setattr(process_memory, "_malloc_trim", lambda: None)
     assert process_memory.give_back_memory() is False
+
+
+CODE = """
+import json, sys, torch
+torch.set_num_threads(1)
+from kvswap_torch.process_memory import keep_little_code, process_memory
+if sys.argv[1] == "little":
+    keep_little_code()
+layers = [torch.nn.Linear(256, outputs, bias=False).bfloat16() for outputs in (256, 512, 768)]
+def read(lengths):
+    with torch.inference_mode():
+        for tokens in lengths:
+            for layer in layers:
+                layer(torch.ones(1, tokens, 256, dtype=torch.bfloat16))
+read(range(400, 410))
+before = process_memory().anonymous
+read(range(410, 470))
+print(json.dumps({"grown": process_memory().anonymous - before}))
+"""
+
+
+@pytest.mark.skipif(not has_products(torch.bfloat16), reason="no products of bf16: no such code")
+def test_code_for_prompts_of_many_lengths_is_not_kept():
+    """By oneDNN, of the layers of a model; an environment of the user's own stays."""
+    kept, little = run(CODE, "as it is")["grown"], run(CODE, "little")["grown"]
+    assert little < kept / 4, (little, kept)
+
+
+def test_what_the_environment_says_of_code_stays(monkeypatch):
+    _, theirs = process_memory.CODE_CACHES
+    environment = {theirs: "77"}
+    monkeypatch.setattr(process_memory.os, "environ", environment)
+    process_memory.keep_little_code()
+    assert environment == process_memory.CODE_CACHES | {theirs: "77"}
 
 
 @pytest.mark.parametrize("cost", [0.0001, 0.004, 0.5])

@@ -24,6 +24,7 @@ from kvswap_torch.hf.serving.counts import Counts
 from kvswap_torch.hf.serving.line import Turn
 from kvswap_torch.hf.serving.logprobs import PromptScores
 from kvswap_torch.hf.serving.store import CacheStore, Entry, common_tokens, is_passing
+from kvswap_torch.process_memory import give_back_memory
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +163,7 @@ class PrefixReuse:
             self._count()
             if self._reuses and self._store.covered(prompt, turn.owner) < len(prompt):
                 self._store.save(self._cache, prompt, turn.owner)
+        give_back_memory()
 
     @contextmanager
     def _watched(
@@ -196,12 +198,13 @@ class PrefixReuse:
         self._empty().close()
 
     def settle(self) -> None:
-        """After an answer: saves what is worth it. Nothing is raised."""
+        """After an answer: saves what is worth it, gives free memory back. Nothing is raised."""
         try:
             self._settle()
         except Exception:
             logger.exception("serve: after an answer")
             self._leave_cache()
+        give_back_memory()
 
     def close(self) -> None:
         """Frees the cache; saved ones stay."""
