@@ -14,7 +14,7 @@ from typing import Any
 
 from bench import headline
 from bench.machine import RESULTS
-from bench.pages import answers, fit, gpu, home, plots, presets, reuse, speed
+from bench.pages import answers, fit, gpu, home, plots, presets, reuse, speed, weights
 from bench.side_by_side.report import OF_LATENT, OF_LLAMA
 from bench.side_by_side.report import load as load_cells
 
@@ -60,6 +60,7 @@ TABLES = {
     ),
     "turns": lambda: reuse.turns_rows(load("turns_1b_4k", "turns_1b_8k")),
     "tuner": lambda: reuse.tuner_rows(load("tuner_emmc", "tuner_local")),
+    "weights": lambda: weights.weight_rows(load("weights", "weights_avx2")),
     "reader": lambda: reuse.reader_rows(load("reader")),
     "fit-32k": lambda: fit.rows(fit.CONTEXTS[0]),
     "fit-128k": lambda: fit.rows(fit.CONTEXTS[1]),
