@@ -74,10 +74,13 @@ class Runner:
 
             self.model = open_model(gguf_file(Path(self.order.weights), self.cell.shape))
             return {}
-        from bench.side_by_side.weights import load_model
+        from bench.side_by_side.plan import WEIGHTS
+        from bench.side_by_side.weights import load_model, put_in_few_bits
 
         self.model = load_model(self.cell.shape, self.cell.context, Path(self.order.weights))
-        if self.cell.linear == "ours":
+        if self.order.key in WEIGHTS:
+            put_in_few_bits(self.model, WEIGHTS[self.order.key])
+        elif self.cell.linear == "ours":
             from kvswap_torch.half_linear import replace_linear
 
             replace_linear(self.model)

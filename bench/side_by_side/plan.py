@@ -43,6 +43,9 @@ CHOICES = {
 }
 DEFAULT = tuple(LABELS)  # who runs unless others are asked for
 LABELS |= {"fp8": "the default with records of e4m3", "int4": "the default with records of int4"}
+# The default, with the model's linear layers in this format.
+WEIGHTS = {"weights_int8": "int8", "weights_int4": "int4"}
+LABELS |= {key: f"the default with weights of {each}" for key, each in WEIGHTS.items()}
 # llama.cpp's, by the type of its KV cache; llama_floor attends as many tokens as floor does.
 LLAMA = {"llama_f16": "f16", "llama_q8": "q8_0", "llama_floor": "f16"}
 LABELS |= {
@@ -61,7 +64,7 @@ OWN_SETTINGS: dict[str, dict[str, str]] = {
     "no_prefetch": {"prefetch.mode": "off"},
     "fp8": {"storage.kv_dtype": "fp8_e4m3"},
     "int4": {"storage.kv_dtype": "int4"},
-}
+} | {key: {} for key in WEIGHTS}
 ON_SESSION = ("kvswap", *OWN_SETTINGS, "tokens", "tokens_no_reuse")
 UNMODELLED = "not on a modelled device: the kernel's own reads cannot be slowed to it"
 NO_DISK = "reads no disk: its time is that of the cell without a modelled device"

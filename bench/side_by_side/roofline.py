@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bench.contenders import SELECTED_TOKENS
-from bench.side_by_side.plan import FLOORS, LLAMA, Cell, is_on_session
+from bench.side_by_side.plan import FLOORS, LLAMA, WEIGHTS, Cell, is_on_session
 from bench.side_by_side.weights import touched_bytes
 
 BUFFER_BYTES = 1 << 30
@@ -95,6 +95,7 @@ def floor_of(
     cell: Cell, key: str, row: dict[str, Any], memory_bandwidth: float, disk: DiskBandwidth
 ) -> Floor:
     """row: what `measure.py` has found of the contender."""
+    weights = WEIGHTS.get(key, "bf16")
     selected = cell.shape.kv_bytes(cell.batch, SELECTED_TOKENS)
     kept = cell.shape.kv_bytes(cell.batch, KEPT_TOKENS)
     kv_bytes = selected if key in FLOORS else cell.kv_bytes
@@ -105,7 +106,7 @@ def floor_of(
     read = row["bytes_read"]
     size = row.get("bytes_per_read", LARGE_READ_BYTES)
     return Floor(
-        weights_ms=1e3 * touched_bytes(cell.shape) / memory_bandwidth,
+        weights_ms=1e3 * touched_bytes(cell.shape, weights=weights) / memory_bandwidth,
         summary_ms=1e3 * row.get("summary_bytes", 0) / memory_bandwidth,
         kv_ms=1e3 * kv_bytes / memory_bandwidth,
         disk_ms=1e3 * read / disk.bytes_per_second(size) if read else 0.0,

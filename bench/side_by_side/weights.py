@@ -12,6 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from bench.shapes import Shape, make_config, make_model
+from kvswap_torch.few_bits import FewBitLinear, bits_by_layer, put_in_place
+
+WEIGHT_BYTES = {"bf16": 2, "int8": 1, "int4": 0.625}  # of int4 with scale and zero of 32
 
 
 def weights_file(shape: Shape, folder: Path) -> Path:
@@ -46,6 +49,13 @@ def load_model(shape: Shape, context: int, path: Path) -> Any:
     return model.eval()
 
 
+def put_in_few_bits(model: Any, weights: str) -> None:
+    """Linear layers in int8 or int4, as commands load them with ``--weights``."""
+    for name, bits in bits_by_layer(model, weights).items():
+        layer = model.get_submodule(name)
+        put_in_place(model, name, FewBitLinear.of(layer, layer.weight.data, bits))
+
+
 def read_through(path: Path) -> None:
     """Puts a file into the page cache, on this process's account."""
     with path.open("rb", buffering=0) as file:
@@ -54,8 +64,8 @@ def read_through(path: Path) -> None:
             pass
 
 
-def touched_bytes(shape: Shape, vocabulary: int = 4096) -> int:
-    """Of weights read in a step, whatever the batch; bf16, the head tied to the input."""
+def touched_bytes(shape: Shape, vocabulary: int = 4096, weights: str = "bf16") -> int:
+    """Of weights read in a step, whatever the batch; the head, tied to the input, in bf16."""
     latent, heads = shape.latent, shape.heads
     if latent is None:
         attention = shape.hidden * shape.head_dim * 2 * (heads + shape.kv_heads)
@@ -64,4 +74,4 @@ def touched_bytes(shape: Shape, vocabulary: int = 4096) -> int:
         inner = latent.rank * heads * (latent.unrotated + latent.value)
         attention = shape.hidden * outer + inner
     layer = attention + 3 * shape.hidden * shape.feed_forward
-    return 2 * (shape.layers * layer + vocabulary * shape.hidden)
+    return int(WEIGHT_BYTES[weights] * shape.layers * layer) + 2 * vocabulary * shape.hidden

@@ -35,6 +35,7 @@ from bench.side_by_side.settings import fit_kvswap, fit_per_head
 from bench.side_by_side.steering import Child, ChildError
 from bench.side_by_side.weights import load_model, touched_bytes, weights_file
 from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.few_bits import FewBitLinear
 from kvswap_torch.half_linear import HalfLinear
 from kvswap_torch.hf.families import model_parts
 from tests.python.tiny_models import has_native, prompt, tiny_model
@@ -142,6 +143,24 @@ def test_mapped_weights_are_a_whole_model(tiny):
     assert touched_bytes(shape) == 2 * (held - norms)
 
 
+@needs_native
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_in_few_bits_decode_and_are_counted(tiny, tmp_path, weights):
+    cell = Cell("tiny", 8192, 1)
+    key = f"weights_{weights}"
+    runner = Runner(Order(key, vars(cell), str(tiny[1]), str(tmp_path), ""))
+    runner.load()
+    few = [each for each in runner.model.modules() if isinstance(each, FewBitLinear)]
+    scales = sum(each.scales.nbytes for each in few if each.bits == 8)  # of an output: not counted
+    held = sum(buffer.nbytes for each in few for buffer in each.buffers()) - scales
+    head = runner.model.lm_head.weight.nbytes
+    assert touched_bytes(cell.shape, weights=weights) == held + head
+    runner.fill()
+    assert runner.step()["seconds"] > 0
+    assert runner.report()["config"]["prefetch"] == "verify"
+    runner.close()
+
+
 def test_a_latent_shape_counts_what_its_model_has(tmp_path):
     shape = Cell("tiny-latent", 512, 1).shape
     model = load_model(shape, 512, weights_file(shape, tmp_path))
@@ -223,7 +242,7 @@ def test_waves_fit_and_pair_everybody_with_kvswap():
     cell, keys = Cell("1b", 131072, 8), list(LABELS)
     assert PLENTY.waves(cell, keys) == [
         ["kvswap", "floor", "default", "no_prefetch", "static", "dynamic",
-         "tokens", "tokens_no_reuse", "fp8", "int4",
+         "tokens", "tokens_no_reuse", "fp8", "int4", "weights_int8", "weights_int4",
          "llama_f16", "llama_q8", "llama_floor", "ollm"],
         ["kvswap", "floor", "restore", "mmap"],
     ]  # fmt: skip
