@@ -10,9 +10,13 @@ endif()
 set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O3 -g1 -DNDEBUG")
 
 find_program(KVSWAP_CCACHE ccache)
-if(KVSWAP_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
-  # Development, torch-free and wheel builds compile the same text: one serves the others.
-  set(CMAKE_CXX_COMPILER_LAUNCHER env CCACHE_NOHASHDIR=1 ${KVSWAP_CCACHE})
+if(KVSWAP_CCACHE)
+  # Development, torch-free and wheel builds compile the same text, of this clone and of others:
+  # one serves the others.
+  set(KVSWAP_LAUNCHER env CCACHE_NOHASHDIR=1 CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} ${KVSWAP_CCACHE})
+  if(NOT CMAKE_CXX_COMPILER_LAUNCHER)
+    set(CMAKE_CXX_COMPILER_LAUNCHER ${KVSWAP_LAUNCHER})
+  endif()
 endif()
 
 # What every target of ours is compiled with; dependencies' headers come in as SYSTEM.

@@ -23,11 +23,6 @@ endforeach()
 list(GET KVSWAP_CUDA_ARCHITECTURES -1 newest)
 list(APPEND nvcc_flags -gencode=arch=compute_${newest},code=compute_${newest})
 
-set(nvcc_launcher)
-if(KVSWAP_CCACHE)
-  set(nvcc_launcher ${CMAKE_COMMAND} -E env CCACHE_NOHASHDIR=1 ${KVSWAP_CCACHE})
-endif()
-
 # A register spilled is an error. What each kernel takes is written beside its object.
 file(GLOB cuda_kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/kernels/cuda/*.cu)
 file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/cuda)
@@ -37,7 +32,7 @@ foreach(source IN LISTS cuda_kernels)
   set(object ${CMAKE_BINARY_DIR}/cuda/${name}.o)
   add_custom_command(OUTPUT ${object}
     COMMAND ${PROJECT_SOURCE_DIR}/cmake/run_logged.sh ${object}.ptxas
-      ${nvcc_launcher} ${KVSWAP_NVCC} ${nvcc_flags} -MD -MF ${object}.d -c ${source} -o ${object}
+      ${KVSWAP_LAUNCHER} ${KVSWAP_NVCC} ${nvcc_flags} -MD -MF ${object}.d -c ${source} -o ${object}
     DEPENDS ${source} DEPFILE ${object}.d VERBATIM COMMENT "nvcc ${name}.cu")
   list(APPEND cuda_objects ${object})
 endforeach()
@@ -57,6 +52,8 @@ function(kvswap_check_nvcc torch_cuda)
   endif()
 endfunction()
 
+# CUDA's headers are seen by the sources that are named alone: the others compile as without CUDA,
+# and the compiler's cache has them.
 function(kvswap_link_cuda target)
   target_sources(${target} PRIVATE ${cuda_objects})
   set_source_files_properties(${cuda_objects} PROPERTIES EXTERNAL_OBJECT ON GENERATED ON)
@@ -64,6 +61,6 @@ function(kvswap_link_cuda target)
   set(places ${KVSWAP_CUDA_ROOT} $ENV{CUDA_HOME} /usr/local/cuda)
   find_path(KVSWAP_CUDA_INCLUDE cuda_runtime_api.h HINTS ${places} PATH_SUFFIXES include REQUIRED)
   find_library(KVSWAP_CUDART cudart HINTS ${places} PATH_SUFFIXES lib64 lib REQUIRED)
-  target_include_directories(${target} SYSTEM PRIVATE ${KVSWAP_CUDA_INCLUDE})
+  set_property(SOURCE ${ARGN} APPEND PROPERTY COMPILE_OPTIONS -isystem ${KVSWAP_CUDA_INCLUDE})
   target_link_libraries(${target} PRIVATE ${KVSWAP_CUDART})
 endfunction()

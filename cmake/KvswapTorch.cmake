@@ -86,7 +86,7 @@ set_source_files_properties(${PROJECT_SOURCE_DIR}/csrc/torch/torch_device.cpp
   PROPERTIES COMPILE_DEFINITIONS KVSWAP_HAS_CUDA=${KVSWAP_HAS_CUDA})
 add_library(kvswap_torch SHARED ${torch_sources})
 if(KVSWAP_CUDA)
-  kvswap_link_cuda(kvswap_torch)
+  kvswap_link_cuda(kvswap_torch ${glue})
 endif()
 target_include_directories(kvswap_torch PUBLIC ${PROJECT_SOURCE_DIR}/csrc)
 target_link_libraries(kvswap_torch
