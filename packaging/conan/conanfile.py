@@ -59,6 +59,9 @@ class Kvswap(ConanFile):
         toolchain.user_presets_path = False  # none into the clone
         toolchain.cache_variables["KVSWAP_BUILD_TORCH"] = False
         toolchain.cache_variables["KVSWAP_BUILD_TESTS"] = False
+        if self.settings.arch == self.settings_build.arch:
+            # -m64 is the compiler's own choice: without it, what other builds compiled is taken.
+            toolchain.blocks.remove("arch_flags")
         toolchain.generate()
 
     def build(self) -> None:

@@ -24,10 +24,10 @@ BUILD = ROOT / "build" / "core"
 FLAGS = ("-GNinja", "-DKVSWAP_BUILD_TORCH=OFF")
 
 
-def run(*command: str | Path, **environment: str) -> str:
+def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
     """Runs a command; its output, or an end with it."""
     done = subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=os.environ | environment, text=True,
+        list(map(str, command)), cwd=cwd, env=os.environ | environment, text=True,
         capture_output=True,
     )  # fmt: skip
     if done.returncode:
@@ -91,7 +91,8 @@ def by_conan(folder: Path) -> Path:
     version = json.loads(run(conan, "inspect", recipe, "--format=json", **home))["version"]
     generated, build = folder / "generated", folder / "by-conan"
     wanted = [f"--requires=kvswap/{version}", "-g", "CMakeToolchain", "-g", "CMakeDeps"]
-    run(conan, "install", *wanted, *settings, "--output-folder", generated, **home)
+    # Conan writes presets for who calls it into the folder that it is called in.
+    run(conan, "install", *wanted, *settings, "--output-folder", generated, cwd=folder, **home)
     run("cmake", "-GNinja", "-S", CONSUMER, "-B", build, "-DCMAKE_BUILD_TYPE=RelWithDebInfo",
         f"-DCMAKE_TOOLCHAIN_FILE={generated / 'conan_toolchain.cmake'}")  # fmt: skip
     run("cmake", "--build", build)
