@@ -30,7 +30,7 @@ NOT_TYPED = NEVER | {
     "git clone": "needs the network",
     "cd kvswap_torch": "of that clone",
     "python -m kvswap_torch.integrations.kvpress": "needs the clone; test_integrations_kvpress.py",
-    "python -m kvswap_torch.integrations.lm_eval": "fetches a data set; test_integrations.py",
+    "python -m kvswap_torch.integrations.lm_eval": "fetches data; test_integrations_lm_eval.py",
     "lm_eval": "fetches a data set; test_serving_fields.py sends what it asks for",
 }
 # Start of a text that is no command -> what it is.
