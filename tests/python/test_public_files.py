@@ -94,7 +94,7 @@ def test_workflows_call_make_and_may_only_read(path: Path) -> None:
                     assert named and set(named) <= TARGETS, targets
 
 
-def test_the_jobs_are_lint_build_test_and_wheels() -> None:
+def test_the_jobs_are_lint_build_test_wheels_and_docs() -> None:
     rows = parsed(GITHUB / "workflows" / "ci.yml")["jobs"]["make"]["strategy"]["matrix"]["include"]
     targets = {row["job"]: row["targets"].split() for row in rows}
     assert targets == {
@@ -102,6 +102,7 @@ def test_the_jobs_are_lint_build_test_and_wheels() -> None:
         "build": ["build"],
         "test": ["test"],
         "wheels": ["wheel-check", "wheel"],
+        "docs": ["docs"],
     }
 
 
@@ -116,8 +117,12 @@ def test_a_tag_gets_wheels_sources_provenance_and_bills_of_materials() -> None:
     assert "actions/attest-build-provenance" in used["attest"]
     script = "\n".join(step.get("run", "") for step in jobs["attest"]["steps"])
     assert "sboms/kvswap_torch.cdx.json" in script and "sha256sum" in script
-    assert set(jobs["attest"]["needs"]) == {"build", "sources"}
+    assert set(jobs["attest"]["needs"]) == {"build", "cuda", "sources"}
+    cuda = [step.get("run") for step in jobs["cuda"]["steps"]]
+    assert "make wheels ARGS=--cuda" in cuda
     assert jobs["publish"]["needs"] == "attest" and "refs/tags/v" in jobs["publish"]["if"]
+    # An index refuses a local version, and with it all that is sent.
+    assert any("dist/*+cu*.whl" in step.get("run", "") for step in jobs["publish"]["steps"])
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
