@@ -16,8 +16,10 @@ from tests.first_hour.carried import Carried, of_this_machine
 from tests.packaging.run_docs import ROOT
 
 CACHE = ROOT / "build" / "first-hour"
-# What Debian calls a release -> its number, and the tag of its Python.
+# What Debian calls a release -> its number, and the tag of its Python. Users are tried on these.
 RELEASES = {"bookworm": ("12", "cp311"), "trixie": ("13", "cp313")}
+# Wheels are tried on the next one too.
+ALL_RELEASES = RELEASES | {"testing": ("testing", "cp314")}
 TOOLS = ("debootstrap", "unshare", "mount", "chroot", "apt-get", "apt-config")
 # A terminal's, where each question of apt is answered with its default, and y.
 PLAIN = {
@@ -51,7 +53,7 @@ class Debian:
     Parameters
     ----------
     release
-        One of `RELEASES`.
+        One of `ALL_RELEASES`.
     root
         Becomes the copy's root; must not be there.
     seen
@@ -65,7 +67,7 @@ class Debian:
     left_out: tuple[str, ...] = ()
 
     def __init__(self, release: str, root: Path, seen: tuple[Path, ...] = ()):
-        number, _ = RELEASES[release]
+        number, _ = ALL_RELEASES[release]
         if root.exists():
             raise NotToBeHadError(f"Debian: {root} must not be there, and is; give another --into")
         self.name = f"Debian {number}"
@@ -187,7 +189,7 @@ def own_wheel(release: str) -> Path:
     ------
     NotToBeHadError
     """
-    _, tag = RELEASES[release]
+    _, tag = ALL_RELEASES[release]
     name = f"kvswap_torch-*-{tag}-*-manylinux_2_28_{platform.machine()}.whl"
     found = sorted((ROOT / "dist").glob(name), key=lambda wheel: wheel.stat().st_mtime)
     if not found:

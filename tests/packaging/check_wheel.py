@@ -13,6 +13,8 @@ import venv
 import zipfile
 from pathlib import Path
 
+from tools.wheels.pythons import interpreters
+
 ROOT = Path(__file__).resolve().parents[2]
 CONSUMERS = Path(__file__).resolve().parent
 PROBE = """
@@ -26,6 +28,7 @@ torch.ops.load_library(require_library())
 from kvswap_torch import _C
 json.dump(build_info(), sys.stdout)
 """
+PIP = ("-m", "pip", "--disable-pip-version-check")
 TUNER_PROBE = """
 import sys
 import kvswap_torch.tuning.documents as default
@@ -58,10 +61,12 @@ def build_wheel(folder: Path) -> Path:
     return wheel
 
 
-def make_environment(folder: Path, wheel: Path, *flags: str) -> Path:
+def make_environment(
+    folder: Path, wheel: Path, *flags: str, pip_of: str | Path = sys.executable
+) -> Path:
     """A new environment with the wheel and this one's packages; returns its Python.
 
-    `flags` are pip's, as a source distribution in the wheel's place needs them.
+    `flags` are pip's, as a folder of sources in the wheel's place needs them.
     """
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
@@ -75,11 +80,23 @@ def make_environment(folder: Path, wheel: Path, *flags: str) -> Path:
     # What is not linked is found through a path file, after what is installed there.
     (there / "borrowed.pth").write_text(f"{here}\n")
     run(
-        *(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"),
+        *(pip_of, "-m", "pip", "install", "-q", "--no-deps", "--no-index"),
         *("--target", there, *flags, wheel),
         cwd=folder,
     )
     return python
+
+
+def new_environment(version: str, folder: Path) -> Path:
+    """A new environment of that Python, without this one's packages; returns its Python."""
+    # A shim of pyenv may be on PATH for a Python that is not chosen, and then ends with 127.
+    runs = (each for each in interpreters(version)
+            if subprocess.run([each, "-c", ""], capture_output=True).returncode == 0)  # fmt: skip
+    found = next(runs, None)
+    if found is None:
+        sys.exit(f"wheels-check: --bare {version} needs python{version}, which is not here")
+    subprocess.run([found, "-m", "venv", folder / "env"], check=True)
+    return folder / "env" / "bin" / "python"
 
 
 def check_libraries(python: Path, folder: Path) -> None:

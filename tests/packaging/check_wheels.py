@@ -1,15 +1,18 @@
 """Tries the wheels of ``make wheels``: tags, contents, and an answer without a compiler.
 
-    python -m tests.packaging.check_wheels [dist] [--bare 3.11 ...] [--cuda | --emulated | --sdist]
+    python -m tests.packaging.check_wheels [dist] [--bare 3.11 ...] [--cuda]
+    python -m tests.packaging.check_wheels --debian testing | --emulated
+    python -m tests.packaging.check_wheels --sdist [--bare 3.12 ...]
 
 is what ``make wheels-check`` runs. Every wheel must be consistent with manylinux_2_28, as
 auditwheel sees it, and bring its licences and its bill of materials. The one for this Python is
 installed beside this environment's packages, and README's lines of Python must answer rightly there
 with no compiler on PATH. ``--bare 3.12`` does so in a new environment into which pip brings
 everything, torch too: gigabytes, so it is asked for. ``--cuda`` tries the wheels with CUDA, on the
-CPU where there is no device. ``--emulated`` runs tests with the one for Arm (check_emulated.py).
-``--sdist`` installs ``make sdist``'s file instead, with this environment's tools and a compiler:
-minutes. README's lines must answer within LIMIT seconds, in each.
+CPU where there is no device. ``--debian`` does the same with a bare Debian's own Python
+(check_debian.py). ``--emulated`` runs tests with the one for Arm (check_emulated.py).
+``--sdist`` builds ``make sdist``'s file instead (check_sdist.py), with this environment's tools or
+in new ones. README's lines must answer within LIMIT seconds, in each.
 """
 
 from __future__ import annotations
@@ -22,16 +25,25 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from pathlib import Path
 
-from tests.packaging import check_emulated
-from tests.packaging.check_wheel import PROBE, check_libraries, make_environment, run
+from tests.first_hour.debian import ALL_RELEASES
+from tests.first_hour.typist import Began
+from tests.packaging import check_debian, check_emulated, check_sdist
+from tests.packaging.check_wheel import (
+    PIP,
+    PROBE,
+    check_libraries,
+    make_environment,
+    new_environment,
+    run,
+)
 from tests.packaging.run_docs import ROOT, readme_program
-from tools.wheels.pythons import interpreters
+from tools.wheels.torch_files import pinned
 
 LIMIT = 30.0
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 # After README's lines: what they are to have come to, and by which package.
 AFTER = """
@@ -92,14 +104,14 @@ def check_contents(wheel: Path) -> None:
         sys.exit(f"wheels-check: {module} must be for {architecture}, is for machine {machine}")
 
 
-def answer(python: Path, folder: Path) -> float:
-    """Seconds of README's lines in that environment, without a compiler on PATH."""
+def answer(python: Path, folder: Path) -> tuple[float, float]:
+    """Seconds of README's lines there, without a compiler on PATH, and of a processor."""
     (folder / "empty").mkdir(exist_ok=True)
     program = folder / "readme.py"
     program.write_text(readme_program() + AFTER)
     outside = ("PATH", "PYTHONPATH", "CC", "CXX", "CUDA_HOME")
     kept = {name: value for name, value in os.environ.items() if name not in outside}
-    begin = time.monotonic()
+    began = Began()
     # A program's own folder is where it imports from, not the clone's that it runs in.
     done = subprocess.run(
         [python, program], cwd=ROOT, text=True,
@@ -107,43 +119,70 @@ def answer(python: Path, folder: Path) -> float:
     )  # fmt: skip
     if done.returncode:
         sys.exit(f"wheels-check: README's lines\n{done.stdout}{done.stderr}")
-    return time.monotonic() - begin
+    return began.seconds(), began.processor_seconds()
 
 
-def sdist(dist: Path, folder: Path) -> Path:
-    """An environment in which the source distribution was built; returns its Python."""
-    found = sorted(dist.glob("kvswap_torch-*.tar.gz"))
-    if not found:
-        sys.exit(f"wheels-check: {dist} must have a source distribution; run: make sdist")
-    begin = time.monotonic()
-    python = make_environment(folder / "env", found[-1], "--no-build-isolation")
-    say(f"{found[-1].name}: built and installed in {(time.monotonic() - begin) / 60:.0f} minutes")
-    return python
+def asked_of_pip(wheel: Path) -> list[str]:
+    """What a user of that wheel names to pip."""
+    if "+cu" not in wheel.name:
+        return [str(wheel)]
+    # Three signs of equality: 2.13.0+cpu, which may lie on this machine, is another one.
+    return [f"torch==={pinned(ROOT)}", str(wheel)]
 
 
 def bare(version: str, wheel: Path, folder: Path) -> Path:
     """A new environment with the wheel and what pip brings with it."""
-    # A shim of pyenv may be on PATH for a Python that is not chosen, and then ends with 127.
-    runs = (each for each in interpreters(version)
-            if subprocess.run([each, "-c", ""], capture_output=True).returncode == 0)  # fmt: skip
-    found = next(runs, None)
-    if found is None:
-        sys.exit(f"wheels-check: --bare {version} needs python{version}, which is not here")
-    subprocess.run([found, "-m", "venv", folder / "env"], check=True)
-    pip = [folder / "env" / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "-q", wheel], check=True)
-    return folder / "env" / "bin" / "python"
+    python = new_environment(version, folder)
+    subprocess.run([python, *PIP, "install", "-q", *asked_of_pip(wheel)], check=True)
+    return python
 
 
 def try_lines(version: str, python: Path, folder: Path) -> None:
     """README's lines, within the limit; a first run also writes what Python compiles of torch."""
     told = run(python, "-c", PROBE, cwd=folder)
-    seconds = answer(python, folder)
-    say(f"Python {version}: README's lines answer in {seconds:.0f} s; built with {told}")
+    within(answer(python, folder), f"Python {version}: built with {told}")
+
+
+def within(took: tuple[float, float], what: str) -> None:
+    seconds, processor = took
+    say(f"{what}: README's lines answer in {seconds:.0f} s, {processor:.0f} s of a processor")
     if seconds > LIMIT:
         load = os.getloadavg()[0]
         sys.exit(f"wheels-check: README's lines must answer in {LIMIT:.0f} s, took {seconds:.0f}; "
                  f"the machine's load is {load:.1f} on {os.cpu_count()} cores")  # fmt: skip
+
+
+def try_sdist(source: Path, bare: list[str]) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvswap-sdist-") as name:
+        say(check_sdist.without_compiler(source, Path(name)))
+    for version in bare or [HERE]:
+        with tempfile.TemporaryDirectory(prefix="kvswap-sdist-") as name:
+            folder = Path(name)
+            python, told = check_sdist.built(source, version if bare else None, folder)
+            say(told)
+            try_lines(version, python, folder)
+
+
+def try_wheels(dist: Path, wheels: list[Path], versions: list[str]) -> None:
+    """In new environments of `versions`; with none of them beside this environment's packages."""
+    fitting = {
+        version: [wheel for wheel in wheels if f"-cp{version.replace('.', '')}-" in wheel.name
+                  and wheel.stem.endswith(os.uname().machine)]
+        for version in versions or [HERE]
+    }  # fmt: skip
+    for version, found in fitting.items():
+        if len(found) != 1:
+            sys.exit(f"wheels-check: {dist} must have one wheel for Python {version} on this "
+                     f"processor, has {len(found)}")  # fmt: skip
+    for version, (wheel,) in fitting.items():
+        with tempfile.TemporaryDirectory(prefix="kvswap-wheels-") as name:
+            folder = Path(name)
+            if versions:
+                python = bare(version, wheel, folder)
+            else:
+                python = make_environment(folder / "env", wheel)
+                check_libraries(python, folder)
+            try_lines(version, python, folder)
 
 
 def check_all(wheels: list[Path], *, may_skip: bool) -> None:
@@ -166,6 +205,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="check_wheels", description=__doc__)
     parser.add_argument("dist", nargs="?", type=Path, help="default: dist, or dist/cuda")
     parser.add_argument("--bare", nargs="+", default=[], metavar="3.11")
+    parser.add_argument("--debian", choices=ALL_RELEASES, help="as root")
     parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--emulated", action="store_true")
     parser.add_argument("--sdist", action="store_true")
@@ -174,15 +214,16 @@ def main() -> int:
     if asked.cuda and not asked.bare:
         parser.error("--cuda needs --bare 3.11: this environment's torch may have no CUDA")
     asked.dist = asked.dist or ROOT / "dist" / ("cuda" if asked.cuda else "")
-    here = f"{sys.version_info.major}.{sys.version_info.minor}"
     if asked.sdist:
-        with tempfile.TemporaryDirectory(prefix="kvswap-sdist-") as name:
-            try_lines(here, sdist(asked.dist, Path(name)), Path(name))
+        try_sdist(check_sdist.newest(asked.dist), asked.bare)
         return 0
     wheels = sorted(asked.dist.glob("kvswap_torch-*-manylinux_2_28_*.whl"))
     if not wheels:
         sys.exit(f"wheels-check: {asked.dist} must have wheels, has none; run: make wheels")
     check_all(wheels, may_skip=asked.may_skip)
+    if asked.debian:
+        within(*check_debian.answer(asked.debian, readme_program() + AFTER, PROBE))
+        return 0
     if asked.emulated:
         arm = next((wheel for wheel in wheels if "-cp311-" in wheel.name
                     and wheel.stem.endswith("_aarch64")), None)  # fmt: skip
@@ -190,27 +231,7 @@ def main() -> int:
             sys.exit(f"wheels-check: {asked.dist} has no wheel for Python 3.11 on aarch64")
         check_emulated.check(arm)
         return 0
-    fitting = {
-        version: [
-            wheel
-            for wheel in wheels
-            if f"-cp{version.replace('.', '')}-" in wheel.name
-            and wheel.stem.endswith(os.uname().machine)
-        ]
-        for version in (here, *asked.bare)
-    }
-    for version in asked.bare or [here]:
-        if len(fitting[version]) != 1:
-            sys.exit(f"wheels-check: {asked.dist} must have one wheel for Python {version} on this "
-                     f"processor, has {len(fitting[version])}")  # fmt: skip
-        with tempfile.TemporaryDirectory(prefix="kvswap-wheels-") as name:
-            folder = Path(name)
-            if asked.bare:
-                python = bare(version, fitting[version][0], folder)
-            else:
-                python = make_environment(folder / "env", fitting[version][0])
-                check_libraries(python, folder)
-            try_lines(version, python, folder)
+    try_wheels(asked.dist, wheels, asked.bare)
     return 0
 
 

@@ -192,8 +192,9 @@ def test_a_wheel_is_for_the_python_of_that_debian(
     for path in (wheel, tmp_path / "dist" / "kvswap_torch-0.1.0-cp313-cp313-other.whl"):
         path.touch()
     assert debian.own_wheel("trixie") == wheel
-    with pytest.raises(debian.NotToBeHadError, match="--python 3.11"):
-        debian.own_wheel("bookworm")
+    for release, version in (("bookworm", "3.11"), ("testing", "3.14")):
+        with pytest.raises(debian.NotToBeHadError, match=f"--python {version}"):
+            debian.own_wheel(release)
 
 
 def test_results_are_rows_with_time_limit_and_load(folder: Path) -> None:

@@ -13,7 +13,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
+from tests.packaging import check_wheels
 from tools.wheels import floor, pack, pythons, torch_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -243,6 +245,16 @@ def test_a_wheel_with_cuda_is_a_local_version(tmp_path: Path) -> None:
         assert "\nVersion: 0.1.0+cu130\n" in told
         assert "\nRequires-Dist: torch==2.13.*\n" in told
         assert not [name for name in packed.namelist() if "0.1.0.dist-info" in name]
+
+
+def test_a_wheel_with_cuda_is_tried_with_the_torch_of_the_index() -> None:
+    """Not with 2.13.0+cpu of this machine, which pip would prefer."""
+    plain = Path("kvswap_torch-0.1.0-cp311-cp311-manylinux_2_28_x86_64.whl")
+    assert check_wheels.asked_of_pip(plain) == [str(plain)]
+    labelled = Path("kvswap_torch-0.1.0+cu130-cp311-cp311-manylinux_2_28_x86_64.whl")
+    release = torch_files.pinned(ROOT)
+    assert check_wheels.asked_of_pip(labelled) == [f"torch==={release}", str(labelled)]
+    assert f"{release}+cpu" not in SpecifierSet(f"==={release}")
 
 
 def test_the_label_is_the_cuda_of_torch(tmp_path: Path) -> None:
