@@ -37,12 +37,27 @@ int64_t record_bytes_of(const EngineOptions& options, int64_t stored_bytes) {
 
 int64_t write_buffer_bytes_of(const EngineOptions& options, int64_t record_bytes) {
   // Five of them are a twentieth of a budget, and half of that below 6 MiB, where a summary misses
-  // each byte. A large budget gains nothing beyond 1 MiB.
+  // each byte. A large budget gains nothing beyond 1 MiB, but on a device, where a prompt's host
+  // waits for the disk when three are full. There ten to thirteen of them are charged.
+  constexpr int64_t kMost = 1 << 20;
+  constexpr int64_t kMostOnDevice = 16 << 20;
   const int64_t budget = options.kv_memory_bytes;
   const int64_t rising = std::max(budget / 192, (budget - (4 << 20)) / 64);
-  const int64_t wanted =
-      budget < 0 ? 1 << 20 : std::clamp<int64_t>(std::min(budget / 96, rising), 16 << 10, 1 << 20);
+  int64_t wanted =
+      budget < 0 ? kMost : std::clamp<int64_t>(std::min(budget / 96, rising), 16 << 10, kMost);
+  if (options.device) {
+    wanted = budget < 0 ? kMostOnDevice : std::max(wanted, std::min(budget / 256, kMostOnDevice));
+  }
   return round_up(std::max(wanted / record_bytes, int64_t{1}) * record_bytes, 4096);
+}
+
+int64_t past_block_groups_of(const EngineOptions& options, int64_t record_bytes,
+                             int64_t write_buffer_bytes) {
+  constexpr int64_t kTokensMost = 2048;  // of a block above 1 MiB: more gains nothing
+  const int64_t groups = std::max<int64_t>(1, write_buffer_bytes / record_bytes);
+  if (!options.device) return groups;
+  const int64_t most = std::max((1 << 20) / record_bytes, kTokensMost / options.group_tokens);
+  return std::clamp<int64_t>(groups, 1, std::max<int64_t>(1, most));
 }
 
 }  // namespace
@@ -94,7 +109,7 @@ Plan::Plan(const EngineOptions& given, int64_t bytes_on_disk)
       write_buffers(drops ? 1 : kWriteBuffers),
       write_buffer_bytes(write_buffer_bytes_of(options, record_bytes)),
       gap_bytes(drops ? 0 : options.merge_gap_bytes),
-      past_block_groups(std::max<int64_t>(1, write_buffer_bytes / record_bytes)),
+      past_block_groups(past_block_groups_of(options, record_bytes, write_buffer_bytes)),
       encoded_at_once(
           has_float8_records ? std::max<int64_t>(1, write_buffer_bytes / token_page_bytes) : 0),
       groups_unit(4 * chunk_rows(options.group_tokens, 1) / options.group_tokens) {}

@@ -1,5 +1,6 @@
 #include <cstring>
 
+#include "device/host_device.h"
 #include "engine/prefill/prefix_stream.h"
 #include "engine_run.h"
 #include "io/fault_injection.h"
@@ -55,6 +56,23 @@ TEST(PrefixStream, GivesEveryGroupOnceAndInOrder) {
   ASSERT_TRUE(left_early.value()->next().is_ok());
   left_early.value().reset();
   run.compare_contents();
+}
+
+TEST(PrefixStream, BuffersOfADeviceAreLarger) {
+  EngineOptions options = small_options(".");
+  const int64_t record_bytes = options.page_bytes();
+  const auto buffer_bytes = [&](int64_t budget) {
+    options.kv_memory_bytes = budget;
+    return Plan(options, record_bytes).write_buffer_bytes;
+  };
+  EXPECT_EQ(buffer_bytes(-1), 1 << 20);
+  EXPECT_EQ(buffer_bytes(int64_t{4} << 30), 1 << 20);
+  options.device = host_device({});
+  EXPECT_EQ(buffer_bytes(-1), 16 << 20);
+  EXPECT_EQ(buffer_bytes(int64_t{2} << 30), 8 << 20);
+  EXPECT_EQ(buffer_bytes(int64_t{8} << 30), 16 << 20);
+  const Plan plan(options, record_bytes);
+  EXPECT_EQ(plan.past_block_groups * options.group_tokens, 2048);
 }
 
 TEST(PrefixStream, InASmallBudgetGoesThroughTheReuseBuffers) {
