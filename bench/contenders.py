@@ -126,7 +126,8 @@ def open_preset(
     Where it keeps tokens, the model reads the newest `WINDOW_TOKENS`: who is kept follows from
     their attention.
     """
-    config = SwapConfig.preset(name, model=model_parts(model).identity)
+    parts = model_parts(model)
+    config = SwapConfig.preset(name, shape=parts.preset_shape(), model=parts.identity)
     config = config.with_settings({"storage.simulated_device": device})
     most = {"max_context": context + ROOM_TOKENS, "max_batch": batch}
     cache = KVSwapCache(model, path=path, config=config, **most)

@@ -236,8 +236,9 @@ def fitted_preset(
     """
     from kvswap_torch.hf.families import model_parts
 
-    identity = model_parts(model).identity
-    config = preset_to_fit(name, Shape.of(identity, alignment_bytes))
+    parts = model_parts(model)
+    identity = parts.identity
+    config = preset_to_fit(name, parts.preset_shape(alignment_bytes))
     kind, heads = config.summary.projection, engine_value(config, "heads")
     pairs = fit_blocks(model, samples, kind, config.summary.rank, heads, progress)
     out = Path(out)

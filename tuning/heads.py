@@ -19,7 +19,6 @@ from torch.nn import functional
 from kvswap_torch.config import ModelIdentity, SwapConfig
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.heads_file import HEADS, read_heads
-from kvswap_torch.preset.definition import Shape
 from kvswap_torch.tuning.calibration import read_samples
 from kvswap_torch.tuning.observe import Calibrator, Observed, attention_weights
 from kvswap_torch.tuning.progress import Progress
@@ -230,12 +229,12 @@ def preset_of_heads(
     """
     from kvswap_torch.hf.families import model_parts
 
-    identity = model_parts(model).identity
+    parts = model_parts(model)
+    identity, shape = parts.identity, parts.preset_shape(alignment_bytes)
     found = find_heads(model, samples, progress)
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     found.save(heads_path(out), identity)
-    shape = Shape.of(identity, alignment_bytes)
     heads = read_heads(heads_path(out))
     config = SwapConfig.preset(name, heads, shape=shape, model=identity)
     return config.save(out)

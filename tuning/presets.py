@@ -21,7 +21,6 @@ from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.config import Audit, SwapConfig
 from kvswap_torch.errors import BudgetError, ConfigError
 from kvswap_torch.memory_size import format_bytes
-from kvswap_torch.preset.definition import Shape
 from kvswap_torch.preset.grid import Grid, grid_of
 from kvswap_torch.tuning.progress import Progress
 from kvswap_torch.tuning.samples import Sample
@@ -159,8 +158,8 @@ def tune_preset(
     if not samples:
         raise ConfigError(f"preset {name}: samples must be at least one, got none")
     alignment = alignment_bytes(path)
-    identity = model_parts(model).identity
-    shape = Shape.of(identity, alignment)
+    parts = model_parts(model)
+    identity, shape = parts.identity, parts.preset_shape(alignment)
     need = engine_need(model, Demand(max_context_len, max_batch_size, budget_bytes), alignment)
     points = []
     for point, settings in grid.points(shape):

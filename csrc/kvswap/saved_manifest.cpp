@@ -138,7 +138,7 @@ bool has_narrow_values(const ModelShape& shape) { return shape.value_width() != 
 int64_t version_of(const SavedManifest& manifest) {
   const Settings& settings = manifest.settings;
   const bool has_retained = settings.keeper != "none" && settings.keeper != "newest";
-  if (has_narrow_values(manifest.shape)) return kSavedVersion;
+  if (has_narrow_values(manifest.shape)) return 5;
   if (settings.grouping == "clusters") return 4;
   return has_retained ? 3 : 2;
 }

@@ -22,8 +22,8 @@ struct SavedManifest {
   std::string facts = "{}";  // the program's own, JSON
 };
 
-/// 4 has clusters, 3 has retained tokens, and each is written for caches that have some; in 2
-/// settings are in blocks; 1 is read too.
+/// 5 has values narrower than keys, 4 clusters, 3 retained tokens, and each is written for caches
+/// that have some; in 2 settings are in blocks; 1 is read too.
 inline constexpr int64_t kSavedVersion = 5;
 
 /// Throws ConfigError for facts that are no JSON object.

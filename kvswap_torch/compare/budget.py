@@ -18,7 +18,7 @@ from kvswap_torch.hf.need import CacheNeed
 from kvswap_torch.hf.plug_ins import PlugIns
 from kvswap_torch.hf.settings import Budget
 from kvswap_torch.keep import drops
-from kvswap_torch.preset import Shape, find
+from kvswap_torch.preset import find
 from kvswap_torch.sizing import Request, fit_budget, too_small
 
 DIVIDED = ("selection.top_k_groups", "memory.pages_per_layer")  # by any budget
@@ -123,6 +123,11 @@ class Bytes:
     def identity(self) -> ModelIdentity:
         return self._parts.identity
 
+    def preset(self, name: str, settings: dict[str, Any]) -> SwapConfig:
+        """A preset's settings for this model, on a disk that reads 4,096 bytes at once."""
+        shape = self._parts.preset_shape()
+        return SwapConfig.preset(name, settings, shape=shape, model=self.identity)
+
     def with_fewer_tokens(self, config: SwapConfig, budget_bytes: int) -> SwapConfig:
         """Of a method that drops tokens: as many of those that stay as fit, in 64 steps.
 
@@ -161,15 +166,15 @@ class Bytes:
             For settings that the preset refuses.
         """
         preset = find(name)
-        config = SwapConfig.preset(name, changed, model=self.identity)
+        config = self.preset(name, changed)
         if budget_bytes is None:
             return FittedPreset(config)
         if drops(config):
             return FittedPreset(self.with_fewer_tokens(config, budget_bytes))
         best, refused = None, None
-        for step in ({}, *preset.smaller_settings(Shape.of(self.identity), changed)):
+        for step in ({}, *preset.smaller_settings(self._parts.preset_shape(), changed)):
             try:
-                tried = SwapConfig.preset(name, changed | step, model=self.identity)
+                tried = self.preset(name, changed | step)
                 settings = self.fitted(tried, budget_bytes, keeps_columns=not preset.divides)
             except BudgetError as error:
                 refused = error  # the last has the least minimum

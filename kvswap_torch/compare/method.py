@@ -175,7 +175,7 @@ class Method:
 
     def _own(self, size: Bytes) -> SwapConfig:
         if self.preset is not None:
-            return SwapConfig.preset(self.preset, self.settings, model=size.identity)
+            return size.preset(self.preset, self.settings)
         base = SwapConfig(model=size.identity)
         if self.plug_in is not None and issubclass(self.plug_in, TokenScores):
             user = {"summary.kind": "none", "retention.policy": "user", "retention.tokens": 1024}

@@ -20,6 +20,7 @@ from kvswap_torch.errors import UnsupportedModelError
 from kvswap_torch.hf.latent import Latent, latent_of
 from kvswap_torch.hf.offloaded import devices_of
 from kvswap_torch.hf.placement import Placement, placement_of
+from kvswap_torch.preset.definition import Shape
 from kvswap_torch.sizing import ModelShape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -103,6 +104,11 @@ class ModelParts:
     def config(self) -> Any:
         """The decoder's own config: what attention and mask functions are looked up by."""
         return self.decoder.config
+
+    def preset_shape(self, alignment_bytes: int = 4096) -> Shape:
+        """What a preset's settings follow from, on a disk that reads so many bytes at once."""
+        shape = Shape.of(self.identity, alignment_bytes)
+        return replace(shape, sides=self.shape.sides, value_dim=self.shape.value_dim)
 
     def recorded(self, value_dim: int) -> ModelParts:
         """Of a saved cache whose records have V so wide; 0: as wide as K, with zeros behind."""

@@ -28,7 +28,6 @@ from kvswap_torch.hf.session import alignment_bytes, projections_of
 from kvswap_torch.hf.settings import Budget, budget_of
 from kvswap_torch.keep import drops, with_keep
 from kvswap_torch.preset import PRESETS, find
-from kvswap_torch.preset.definition import Shape
 from kvswap_torch.projection import Pair
 from kvswap_torch.saved_path import text_of
 
@@ -104,8 +103,7 @@ class Wish:
         """For this model and this disk; the default's is what a cache does without a config."""
         if find(self.preset) is PRESETS[0]:
             return None
-        shape = Shape.of(parts.identity, alignment_bytes(self.path))
-        shape = dataclasses.replace(shape, sides=parts.shape.sides, value_dim=parts.shape.value_dim)
+        shape = parts.preset_shape(alignment_bytes(self.path))
         return SwapConfig.preset(self.preset, shape=shape)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvswap_torch.config import ModelIdentity
-from kvswap_torch.errors import ConfigError, StorageError
+from kvswap_torch.errors import ConfigError, CorruptionError, StorageError
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.saved_facts import check_facts, check_layers
 from kvswap_torch.hf.weights_digest import WeightsDigest, is_comparable, weights_of
@@ -93,8 +93,31 @@ def check_made_by(facts: dict[str, Any], parts: ModelParts, path: str, probe: bo
     )
 
 
-def check_tokens(saved: torch.Tensor | None, wanted: torch.Tensor, path: str) -> None:
-    """Raises a `ConfigError` naming the first token that differs."""
+def check_values(value_dim: int, parts: ModelParts, path: str) -> None:
+    """Values of a saved cache: as the model's, or as wide as its keys, with zeros behind.
+
+    Parameters
+    ----------
+    value_dim
+        What the cache says; 0: as wide as keys.
+    """
+    if value_dim not in (0, parts.shape.head_dim, parts.value_dim):
+        raise CorruptionError(
+            f"open: {path} must have values of {parts.value_dim} numbers a head, as the model's, "
+            f"or of {parts.shape.head_dim} with zeros behind, got {value_dim}"
+        )
+    if parts.device.type != "cpu" and value_dim not in (0, parts.shape.head_dim):
+        raise ConfigError(
+            f"open: {path} has values of {value_dim} numbers a head beside keys of "
+            f"{parts.shape.head_dim}, which a device's kernels do not take: open it with the model "
+            "on the CPU, or read the text anew"
+        )
+
+
+def check_tokens(saved: torch.Tensor | None, wanted: torch.Tensor | None, path: str) -> None:
+    """Raises a `ConfigError` naming the first token that differs; none wanted: all are right."""
+    if wanted is None:
+        return
     if saved is None:
         raise ConfigError(
             f"open: input_ids must be left out for {path}, which was made from embeddings"

@@ -27,6 +27,7 @@ from kvswap_torch.hf.opening import check_spans
 from kvswap_torch.hf.saved_checks import (
     check_made_by,
     check_tokens,
+    check_values,
     known_of,
     rotary_of,
     warn_of_readers,
@@ -216,8 +217,7 @@ class Saving:
         check_made_by(facts, parts, folder.path, probe)
         try_attention(parts)
         tensors = tensors_of(folder)
-        if input_ids is not None:
-            check_tokens(tensors.get("token_ids"), input_ids, folder.path)
+        check_tokens(tensors.get("token_ids"), input_ids, folder.path)
         config = _config_of(folder, parts)
         memory = budget.kv_memory_bytes
 
@@ -225,6 +225,7 @@ class Saving:
             beside += parts.index_bytes(max_batch or folder.sequences, max_context or folder.tokens)
             left = None if memory is None else max(1, memory - beside)
             options = folder.options(text_of(path), left, max_context, max_batch, timeline_spans)
+            check_values(options.value_dim, parts, folder.path)
             options.device = str(parts.device)
             options.is_calibrated = facts["calibrated"]
             return options, _C.TensorCache(options, folder)

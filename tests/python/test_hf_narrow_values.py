@@ -13,9 +13,12 @@ from torch import nn
 from transformers import DynamicCache
 
 from kvswap_torch import KVSwapCache, SwapConfig
+from kvswap_torch.compare.budget import Bytes
+from kvswap_torch.errors import ConfigError, CorruptionError
 from kvswap_torch.hf import cache as cache_module
 from kvswap_torch.hf import unloaded
 from kvswap_torch.hf.families import ModelParts, model_parts
+from kvswap_torch.hf.saved_checks import check_values
 from kvswap_torch.hf.unloaded import plan_cache
 from tests.python import every_model
 from tests.python.narrow_llama import narrow_llama
@@ -55,6 +58,28 @@ def test_on_a_device_values_are_padded(model, monkeypatch):
     stored = parts.stored(values, values)[1]
     assert stored.shape[3] == parts.shape.head_dim and stored.sum() == values.sum()
     assert torch.equal(parts.cached(stored, stored)[1], values)
+
+
+def test_a_saved_cache_has_values_that_the_model_and_the_device_can_take(model, monkeypatch):
+    parts = model_parts(model)
+    for width in (0, parts.value_dim, parts.shape.head_dim):
+        check_values(width, parts, "book")
+    with pytest.raises(CorruptionError, match=f"must have values of {parts.value_dim} numbers"):
+        check_values(parts.value_dim - 8, parts, "book")
+    parts = dataclasses.replace(parts, device=torch.device("meta"))
+    check_values(parts.shape.head_dim, parts, "book")
+    with pytest.raises(ConfigError, match="book has values .* with the model on the CPU"):
+        check_values(parts.value_dim, parts, "book")
+
+
+def test_groups_of_a_preset_fill_what_a_disk_reads_with_narrow_values():
+    model = MODELS["mimo"]()
+    parts = model_parts(model)
+    shape = dataclasses.replace(parts.shape, kv_heads=4, head_dim=192, value_dim=128)
+    identity = dataclasses.replace(parts.identity, head_dim=192, dtype="bfloat16")
+    parts = dataclasses.replace(parts, shape=shape, identity=identity)
+    config = Bytes(parts, 4096).preset("loki", {})
+    assert config.selection.group_tokens == 4 and 4 * (192 + 128) * 2 >= 2048 > 3 * (192 + 128) * 2
 
 
 @pytest.mark.parametrize("padding", [(), (0, 7, 3)], ids=["even", "left-padded"])

@@ -93,6 +93,9 @@ def test_as_with_keys_for_values(method, dtype, dim, tmp_path):
     assert all(torch.equal(each, keys[1][0]) for each in (*keys[0], keys[1][1]))
     one, two = (session.counters()["bytes_written"] for session in pair.sessions)
     assert 0 < one <= 0.6 * two
+    pair.sessions = [session.fork() for session in pair.sessions]
+    for tokens in (1, 2, 1):
+        pair.forward(2 if method == "clusters" else 3, tokens)
 
 
 def test_values_must_be_the_keys(tmp_path):
