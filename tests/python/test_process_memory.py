@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from kvswap_torch import process_memory
 from kvswap_torch.half_linear import has_products
-from kvswap_torch.process_memory import COST_SHARE_MAX, MemoryReturns
+from kvswap_torch.process_memory import CODE_CACHES, COST_SHARE_MAX, MemoryReturns
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -43,6 +44,8 @@ def run(program: str, *arguments: str) -> dict[str, int]:
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         cwd=ROOT,
+        # A command that another test called in this process may have set these.
+        env={name: value for name, value in os.environ.items() if name not in CODE_CACHES},
         capture_output=True,
         text=True,
         check=False,
@@ -108,6 +111,8 @@ print(json.dumps({"grown": process_memory().anonymous - before}))
 def test_code_for_prompts_of_many_lengths_is_not_kept():
     """By oneDNN, of the layers of a model; an environment of the user's own stays."""
     kept, little = run(CODE, "as it is")["grown"], run(CODE, "little")["grown"]
+    if kept < 16 * MIB:
+        pytest.skip("products of other shapes leave no code here")
     assert little < kept / 4, (little, kept)
 
 
