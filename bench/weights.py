@@ -1,7 +1,8 @@
 """ms of a linear layer in each format of weights: ours, torch's and those of other libraries.
 
-    python -m bench weights --rows 1,8,64 --out weights
-    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python -m bench weights --out weights_avx2
+    python -m bench weights --rounds 10 --out weights
+    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python -m bench weights --rounds 10 \\
+        --out weights_avx2
 
 The second with the kernels of a processor that has AVX2 alone. Layers of `1b`'s shapes; every round
 measures all formats by turns, so that pairs are of the same moment. Also how far each format's
@@ -12,12 +13,11 @@ measured where they are installed.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import torch
@@ -44,10 +44,18 @@ def layers(outputs: int, inputs: int) -> tuple[torch.Tensor, dict[str, Layer]]:
     found: dict[str, Layer] = {"torch bf16": plain, FIRST: HalfLinear.of(plain)}
     for bits in (8, 4):
         found[f"int{bits}"] = FewBitLinear.of(plain, weight, bits)
-    for name, (module, make) in OTHERS.items():
-        if importlib.util.find_spec(module) is not None:
+    for name, (package, make) in OTHERS.items():
+        if version_of(package) is not None:
             found[name] = make(weight)
     return weight, found
+
+
+def version_of(package: str) -> str | None:
+    """Of an installed package; None: it is not."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _plain(weight: torch.Tensor) -> nn.Sequential:
@@ -96,12 +104,9 @@ OTHERS: dict[str, tuple[str, Callable[[torch.Tensor], nn.Module]]] = {
     "torchao int8": ("torchao", _torchao),
     "bitsandbytes int8": ("bitsandbytes", functools.partial(_bitsandbytes, bits=8)),
     "bitsandbytes nf4": ("bitsandbytes", functools.partial(_bitsandbytes, bits=4)),
-    "quanto int8": ("optimum", functools.partial(_quanto, bits=8)),
-    "quanto int4": ("optimum", functools.partial(_quanto, bits=4)),
+    "quanto int8": ("optimum-quanto", functools.partial(_quanto, bits=8)),
+    "quanto int4": ("optimum-quanto", functools.partial(_quanto, bits=4)),
 }
-
-
-PACKAGES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "optimum": "optimum-quanto"}
 
 
 @torch.inference_mode()
@@ -146,11 +151,8 @@ def main(
         name: {str(count): measured(*shape, count, rounds) for count in map(int, rows.split(","))}
         for name, shape in SHAPES.items()
     }
-    versions = {
-        each: version(package)
-        for each, package in PACKAGES.items()
-        if importlib.util.find_spec(each) is not None
-    }
+    packages = {package: version_of(package) for package, _ in OTHERS.values()}
+    versions = {package: found for package, found in packages.items() if found is not None}
     results = {"machine": machine.describe("."), "rounds": rounds, "libraries": versions}
     results |= {"threads": torch.get_num_threads(), "layers": told}
     Console().print(results)

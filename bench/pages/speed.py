@@ -20,7 +20,8 @@ WHAT = (
     " settings: score by sum, rank 32, prefetch in every layer, 400 tokens. Defaults: a cache that"
     " was given the memory alone. No prefetch: measured before `verify` became its mode, so that"
     " no read is overlapped. Limit: what the bytes that such a step of the defaults reads, weights"
-    " too, take at the measured speed of memory and disk, at once."
+    " too, take at once at the speed of memory and disk that was measured in that run; below 1 the"
+    " disk was faster than that."
 )
 LOWER = "Lower is better"
 LATENT_LABELS = {"preset:exact": "kvswap, all tokens"}
