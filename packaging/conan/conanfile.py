@@ -59,7 +59,7 @@ class Kvswap(ConanFile):
         toolchain.user_presets_path = False  # none into the clone
         toolchain.cache_variables["KVSWAP_BUILD_TORCH"] = False
         toolchain.cache_variables["KVSWAP_BUILD_TESTS"] = False
-        if self.settings.arch == self.settings_build.arch:
+        if self.settings.arch == self.settings_build.arch != "x86":
             # -m64 is the compiler's own choice: without it, what other builds compiled is taken.
             toolchain.blocks.remove("arch_flags")
         toolchain.generate()
