@@ -14,6 +14,7 @@ int64_t ObservationWindow::in_a_row(int64_t query) const {
 
 void ObservationWindow::truncate(int64_t positions) {
   count = std::clamp<int64_t>(positions - first_position, 0, count);
+  first_position = std::min(first_position, positions);
 }
 
 void ObservationWindow::make_ring(const Decoded& decoded, int64_t most) {

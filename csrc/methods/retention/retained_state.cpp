@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -132,12 +133,15 @@ bool is_window(const ObservationWindow& window, const RetainedLimits& limits) {
   const auto of_heads = static_cast<size_t>(limits.heads);
   const size_t row_bytes = of_heads * limits.head_dim * dtype_bytes(limits.dtype);
   const auto rows = static_cast<int64_t>(window.queries.size() / row_bytes);
+  // Those of a chunk that was cut are as they were, until another's replace them.
+  const int64_t positions = window.log_sum_exp.empty() ? limits.positions + limits.step
+                                                       : std::numeric_limits<int32_t>::max();
   const bool is_ring = window.slots == rows && (rows == 0 || window.begin < rows);
   return window.queries.size() % row_bytes == 0 && rows <= limits.window && window.count >= 0 &&
          window.count <= rows && window.begin >= 0 &&
          (is_ring || (window.slots == 0 && window.begin == 0)) && window.first_position >= 0 &&
-         window.first_position + window.count <= limits.positions + limits.step &&
-         std::isfinite(window.scale) && std::isfinite(window.softcap) &&
+         window.first_position + window.count <= positions && std::isfinite(window.scale) &&
+         std::isfinite(window.softcap) &&
          (window.log_sum_exp.empty() || window.log_sum_exp.size() == of_heads * window.count) &&
          (window.sinks.empty() || window.sinks.size() == of_heads) &&
          are_numbers(window.log_sum_exp) && are_numbers(window.sinks);

@@ -105,6 +105,9 @@ void RetainedTokens::truncate(const Cut& cut) {
   std::erase_if(ranked, [&](int32_t position) { return position >= cut.sealed; });
   if (cut.positions == 0) spread.reset();
   admitted_positions = std::min(admitted_positions, cut.sealed);
+  candidates = std::min(candidates, cut.sealed);
+  due_begin = std::min(due_begin, cut.positions);
+  if (before.due_from) before.due_from = std::min(*before.due_from, cut.positions);
   if (window.log_sum_exp.empty()) window.truncate(cut.positions);
   if (seen_positions - cut.positions <= cut.step) return;
   seen_positions = cut.positions;
