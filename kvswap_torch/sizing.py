@@ -55,14 +55,18 @@ class ModelShape:
         return self.value_dim or self.head_dim
 
     @property
+    def head_width(self) -> int:
+        """Elements of one KV head's K and V of one token."""
+        return self.head_dim + (self.sides - 1) * self.value_width
+
+    @property
     def width(self) -> int:
         """Elements of one token's K in one layer."""
         return self.kv_heads * self.head_dim
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of K and V of `tokens` tokens in all layers, uncompressed."""
-        of_head = self.head_dim + (self.sides - 1) * self.value_width
-        return self.layers * self.kv_heads * of_head * self.element_bytes * tokens
+        return self.layers * self.kv_heads * self.head_width * self.element_bytes * tokens
 
 
 def effective_ranks(config: SwapConfig, shape: ModelShape, calibrated: bool) -> tuple[int, ...]:

@@ -79,8 +79,7 @@ def record_payload(size: int, shape: ModelShape, records: str) -> int:
     if records == "int4":
         return shape.kv_heads * int4_head_bytes(size, shape.head_dim, shape.value_width)
     element_bytes = 1 if records == "fp8" else shape.element_bytes
-    of_head = shape.head_dim + (shape.sides - 1) * shape.value_width
-    return shape.kv_heads * of_head * element_bytes * size
+    return shape.kv_heads * shape.head_width * element_bytes * size
 
 
 def usable_sizes(
