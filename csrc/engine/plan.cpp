@@ -57,7 +57,7 @@ int64_t past_block_groups_of(const EngineOptions& options, int64_t record_bytes,
   const int64_t groups = std::max<int64_t>(1, write_buffer_bytes / record_bytes);
   if (!options.device) return groups;
   const int64_t most = std::max((1 << 20) / record_bytes, kTokensMost / options.group_tokens);
-  return std::clamp<int64_t>(groups, 1, std::max<int64_t>(1, most));
+  return std::min(groups, most);
 }
 
 }  // namespace
