@@ -75,7 +75,9 @@ class QueueState {
   }
   uint64_t bytes_written() const {
     const std::lock_guard lock(mutex_);
-    return bytes_written_;
+    uint64_t bytes = bytes_written_;
+    for (const Job& job : jobs_) bytes += static_cast<uint64_t>(job.length_bytes);
+    return bytes;
   }
   double blocked_seconds() const {
     const std::lock_guard lock(mutex_);

@@ -63,6 +63,8 @@ class WriteQueue {
   virtual int64_t resident_bytes() const = 0;
   /// All buffers, one after the other by their index: for a device that must know host memory.
   virtual std::span<std::byte> memory() const = 0;
+  /// Bytes that were submitted, but those whose write failed and was dropped. What the thread has
+  /// yet to write counts, so that a count does not depend on how far the thread is.
   virtual uint64_t bytes_written() const = 0;
   /// Seconds that acquire() made the producer wait.
   virtual double blocked_seconds() const = 0;

@@ -72,6 +72,7 @@ TEST_P(Recorded, TotalsAreTheCounters) {
   decode(run);
   Engine& engine = run.engine();
   run.select({0, 1});  // waits for what is under way
+  ASSERT_TRUE(engine.context().store->writes().flush().is_ok());
   const uint64_t written = engine.context().store->writes().queue().bytes_written();
   const std::vector<Span> spans = engine.context().timeline->spans();
   ASSERT_LT(engine.context().timeline->recorded(),

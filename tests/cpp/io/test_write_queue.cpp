@@ -190,6 +190,18 @@ TEST_F(WriteQueueTest, WhatFailedIsWrittenOnceTheDiskTakesIt) {
   }
 }
 
+TEST_F(WriteQueueTest, WhatIsYetToBeWrittenIsCounted) {
+  WriteFaults faults{.fail_write = 1, .lasts = true};
+  FaultyDataFile faulty(std::move(file_), &faults);
+  const auto queue = must(WriteQueue::create(&faulty, {.buffer_bytes = kBlock, .buffers = 2}));
+  const uint64_t first = put_at_once(*queue, 2, 1) - 1;
+  EXPECT_EQ(queue->bytes_written(), static_cast<uint64_t>(2 * kBlock));
+  EXPECT_FALSE(queue->wait(first).is_ok());
+  EXPECT_EQ(queue->bytes_written(), static_cast<uint64_t>(2 * kBlock)) << "it may be tried again";
+  queue->drop(first);
+  EXPECT_EQ(queue->bytes_written(), static_cast<uint64_t>(kBlock));
+}
+
 TEST_F(WriteQueueTest, ATransientErrorIsTriedOnceMore) {
   for (const int error : {EIO, EAGAIN, EINTR}) {
     WriteFaults faults{.fail_write = 1, .error_number = error};

@@ -291,11 +291,11 @@ TEST_F(RecordStoreTest, AFailedWriteStaysAnErrorUntilItIsWrittenOrUnread) {
   EXPECT_EQ(store->writes().flush().code(), StatusCode::kStorage);
   faults.fail_write = 0;
   EXPECT_TRUE(store->writes().flush().is_ok());
+  const uint64_t written = store->writes().queue().bytes_written();
   faults.fail_write = faults.writes_seen + 1;
   auto run = must(store->stage(0, 1));
   ASSERT_TRUE(commit(*store, run, {0}).is_ok());
   EXPECT_EQ(store->writes().flush().code(), StatusCode::kStorage);
-  const uint64_t written = store->writes().queue().bytes_written();
   store->truncate(0, store->tables().groups(0, 0) - 1);
   EXPECT_TRUE(store->writes().flush().is_ok()) << "nobody reads it any more";
   EXPECT_EQ(store->writes().queue().bytes_written(), written);
