@@ -191,6 +191,11 @@ Status EngineOptions::validate() const {
   if (device && groups_max > cuda::kTopKMax) {
     return out_of_range("selection.top_k_groups", 1, cuda::kTopKMax, groups_max);
   }
+  if (device && new_group_ratio && has_device_kernels(method())) {
+    return Status::invalid(
+        "session: selection.new_group_ratio must be left out where a device selects, got " +
+        std::to_string(*new_group_ratio) + "; its kernels know nothing of the step before");
+  }
   if (device && (head_dim > device->head_dim_max || head_dim % device->head_dim_unit != 0)) {
     return Status::invalid("session: head_dim must be a multiple of " +
                            std::to_string(device->head_dim_unit) + " and at most " +
@@ -301,7 +306,8 @@ MethodOptions EngineOptions::method() const {
                        .update = *parse_cluster_update(cluster_update)},
           .score_columns = score_columns.value_or(0),
           .score_share = score_share,
-          .bound_weight = bound_weight};
+          .bound_weight = bound_weight,
+          .new_group_ratio = new_group_ratio.value_or(1)};
 }
 
 std::string why_no_prefetch(const EngineOptions& options) {

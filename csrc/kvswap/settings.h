@@ -200,6 +200,10 @@ struct Settings {
   /// logits. svd_keys: KVSwap. One block for each KV head, never doubled: pca_per_head (Loki),
   /// skewed (InfiniGen), channels (ThinK), rope_pairs (even rank).
   std::string projection_kind = "query_aware";
+  /// selection.new_group_ratio: A group that the step before did not attend must be among the
+  /// best top_k_groups times this. Reads less from disk, and attends fewer tokens. null: all
+  /// top_k_groups are free.
+  std::optional<double> new_group_ratio;
   /// retention.exclude_from_summary: Group bounds or means leave retained tokens out, and are
   /// recomputed when the retained set changes (PRKV Alg. 1, lines 9-14). Reads the groups that
   /// change. Records stay.

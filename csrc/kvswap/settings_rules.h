@@ -157,6 +157,7 @@ void visit_settings(Visit&& visit) {
   visit("projection_file", &Settings::projection_file, FileName{});
   visit("projection_kind", &Settings::projection_kind,
         OneOf{{"query_aware", "svd_keys", "pca_per_head", "skewed", "channels", "rope_pairs"}});
+  visit("new_group_ratio", &Settings::new_group_ratio, Share{});
   visit("exclude_from_summary", &Settings::exclude_from_summary, Boolean{});
 }
 
@@ -183,6 +184,7 @@ inline constexpr ConfigPath kConfigPaths[] = {
     {"score", "selection", "score", "logit_sum=sum logit_max=max mass_sum=mass mass_max=max_mass",
      true},
     {"groups_max", "selection", "top_k_groups", "", true},
+    {"new_group_ratio", "selection", "new_group_ratio", "", true},
     {"sink_tokens", "selection", "sink_tokens", "", true},
     {"tail_tokens", "selection", "recent_tokens", "", true},
     {"exact_layers", "selection", "dense_layers", "", true},
@@ -341,6 +343,8 @@ inline constexpr OnlyRule kOnlyRules[] = {
     {"replacement", "grouping", "clusters", "", "clusters", ""},
     {"layout", "grouping", "clusters", "", "pools", ""},
     {"pool_slack_pages", "layout", "pools", "", "", ""},
+    {"new_group_ratio", "grouping", "runs", "", "", "since clusters change"},
+    {"new_group_ratio", "rows", "", "none", "", "since nothing is selected"},
     {"score", "rows", "low_rank", "", "mass max_mass", ""},
     {"score", "rows", "", "centroid", "max", "since clusters.score says it of clusters"},
     {"score", "rows", "", "given", "max", "since scores come from outside"},

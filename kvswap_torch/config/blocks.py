@@ -128,6 +128,10 @@ class Selection(Block):
         "Groups attended for each layer, sequence and step, in addition to sinks and recent tokens "
         "(M). More is more accurate and slower.",
     )
+    new_group_ratio: float | None = share(
+        "A group that the step before did not attend must be among the best `top_k_groups` times "
+        "this. Reads less from disk, and attends fewer tokens. null: all `top_k_groups` are free."
+    )
     sink_tokens: int = number(
         4, 0, 4096, "First valid tokens of each sequence, always in memory and attended."
     )

@@ -11,6 +11,7 @@ that they were sealed with.
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +42,7 @@ class Layer:
     sealed: int = 0  # positions in sealed groups, a multiple of G
     predicted: list[list[int]] | None = None  # look_ahead()'s choice, [batch][groups]
     selection: list[list[int]] = field(default_factory=list)
+    last: list[list[int]] = field(default_factory=list)  # attended by the step before
     prefilled: int = 0  # positions, the newest prefill's with all before it
     given: torch.Tensor | None = None  # [batch, queries, groups]
     gone: list[int] = field(default_factory=list)  # [batch]: positions before have no records
@@ -172,12 +174,13 @@ class ReferenceSession(Dropping, Scores, Decisions):
             if state.positions == tokens and not self._keeper._is_given:  # its worth comes later
                 self._have_turn(state)
             state.selection, state.judged = [], []  # nothing was chosen
+            state.last = []
             return output
         chosen = state.predicted
         if chosen is None:
             self._turn(state, state.positions - tokens)
             chosen = self._choose(layer, query, scale)
-        state.predicted, state.selection = None, chosen
+        state.predicted, state.selection, state.last = None, chosen, chosen
         visible = state.valid & self._attended_positions(state, chosen)
         terms = (scale, softcap, sinks)
         output, (weights, _) = self._attention(as_kept(state), query, visible, terms)
@@ -246,6 +249,7 @@ class ReferenceSession(Dropping, Scores, Decisions):
             state.scored = state.scored[index]
             state.kept = [copy.deepcopy(state.kept[i]) for i in indices]
             state.gone = [state.gone[i] for i in indices]
+            state.last = []
 
     def crop(self, positions: int) -> None:
         self._open()
@@ -254,6 +258,7 @@ class ReferenceSession(Dropping, Scores, Decisions):
         self._declared = {}
         for state in self._layers.values():
             is_cut = positions < state.positions
+            state.last = [] if is_cut else state.last
             state.keys, state.values = state.keys[:, :, :positions], state.values[:, :, :positions]
             state.valid, state.predicted = state.valid[:, :positions], None
             state.came = state.came[:, :positions]
@@ -382,11 +387,20 @@ class ReferenceSession(Dropping, Scores, Decisions):
                 scores = self._group_masses(layer, sequence, query[sequence], scale)
             best = scores[:, candidates]
             order = best.sort(dim=1, descending=True, stable=True).indices[:, :count]
-            chosen.append(sorted({candidates[i] for i in order.flatten().tolist()}))
+            chosen.append(self._of_new_ones_the_best(state, sequence, candidates, order))
             by = torch.full_like(scores, -torch.inf)
             by[:, candidates] = best
             state.judged[sequence] = by, count
         return self._followed(layer, chosen)
+
+    def _of_new_ones_the_best(self, state, sequence, candidates, order) -> list[int]:
+        """Of each query's choice what the step before attended, and the best part of it."""
+        last = set(state.last[sequence]) if state.last else set()
+        ratio = self._options.new_group_ratio or 1.0
+        most = math.ceil(ratio * order.shape[1]) if last else order.shape[1]
+        chosen = {candidates[i] for i in order[:, :most].flatten().tolist()}
+        chosen |= {candidates[i] for i in order.flatten().tolist()} & last
+        return sorted(chosen)
 
     def follow(self, choices: list[list[list[int]]] | None) -> None:
         """Choices of another implementation, by layer and sequence, for the pass that comes: what

@@ -22,7 +22,10 @@ from tests.python.test_config_cpp import ask, plain, refusals
 
 FOLDER = Path(__file__).parent / "config_version_1"
 FIRST = FOLDER / "first.json"
-LATER = {"exclude_from_summary": False}  # what no file of version 1 has, and its value there
+LATER = {
+    "exclude_from_summary": False,
+    "new_group_ratio": None,
+}  # what no file of version 1 has, and its value there
 EVERY = (FOLDER / "low_rank.json", FOLDER / "others.json")
 
 

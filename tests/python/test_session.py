@@ -296,6 +296,28 @@ def test_random_operations_by_mass(tmp_path, seed, score, heads):
     live(made, rng, seed)
 
 
+@pytest.mark.parametrize(
+    ("rows", "score"), [("low_rank", "mass"), ("low_rank", "sum"), ("box", "max"), ("mean", "sum")]
+)
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_operations_where_few_groups_may_be_new(tmp_path, seed, heads, rows, score):
+    rng = random.Random(seed)
+    made = options(
+        tmp_path,
+        rows=rows,
+        score=score,
+        heads=heads,
+        new_group_ratio=rng.choice([0.01, 0.3, 0.7]),
+        group_tokens=rng.choice([1, 3, 4]),
+        groups_max=rng.choice([2, 5, 9]),
+        select_queries_max=rng.choice([1, 4]),
+        look_ahead=rng.choice(["off", "trust", "verify"]),
+        **rng.choice(BACK_ENDS[:4]),
+    )
+    live(made, rng, seed)
+
+
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_operations_with_the_newest_alone(tmp_path, seed, heads):

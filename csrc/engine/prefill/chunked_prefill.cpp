@@ -37,6 +37,7 @@ void ChunkedPrefill::end(int64_t layer, int64_t tokens) {
 }
 
 void ChunkedPrefill::count(int64_t layer) {
+  steps_.of(layer).set_last({});
   if (appender_.pass() != Pass::kDecode) return;
   EngineCounters& counters = context_.counters;
   const auto groups = static_cast<uint64_t>(batch_.size() * batch_.layer(layer).sealed_groups);

@@ -215,14 +215,13 @@ Status load_map(EngineContext& context, Batch& batch, int64_t map, const SavedCo
   return Status::ok();
 }
 
-void list_chosen(const Batch& batch, const LayerStep& step, int64_t layer,
+void list_chosen(const Batch& batch, const Groups& chosen, int64_t layer,
                  std::vector<SavedTensor>& tensors) {
   std::vector<uint32_t> sizes(batch.size());
   std::vector<int32_t> ids;
-  for (int64_t row = 0; row < std::min(batch.size(), std::ssize(step.chosen())); ++row) {
-    const std::vector<int32_t>& chosen = step.chosen()[row];
-    sizes[row] = static_cast<uint32_t>(chosen.size());
-    ids.insert(ids.end(), chosen.begin(), chosen.end());
+  for (int64_t row = 0; row < std::min(batch.size(), std::ssize(chosen)); ++row) {
+    sizes[row] = static_cast<uint32_t>(chosen[row].size());
+    ids.insert(ids.end(), chosen[row].begin(), chosen[row].end());
   }
   tensors.push_back(
       tensor_of(saved_name(layer, "chosen_sizes"), "U32", {batch.size()}, std::move(sizes)));
@@ -259,6 +258,7 @@ Status load_chosen(LayerStep& step, int64_t layer, const SavedCounts& counts,
       return saved.refuse(name, "name groups that are there, each once");
     }
   }
+  step.set_last(chosen);
   step.set_chosen(std::move(chosen));
   return Status::ok();
 }
@@ -267,23 +267,30 @@ Status load_chosen(LayerStep& step, int64_t layer, const SavedCounts& counts,
 
 void list_reuse(EngineContext& context, Batch& batch, StepCoordinator& steps,
                 std::vector<SavedTensor>& tensors) {
-  if (!context.plan.has_clusters) return;
-  tensors.push_back(tensor_of(kPlanName, "U32", {3}, plan_of(context)));
-  for (int64_t map = 0; map < maps_of(context); ++map) list_map(context, batch, map, tensors);
+  if (context.plan.has_clusters) {
+    tensors.push_back(tensor_of(kPlanName, "U32", {3}, plan_of(context)));
+    for (int64_t map = 0; map < maps_of(context); ++map) list_map(context, batch, map, tensors);
+  } else if (!context.options.new_group_ratio) {
+    return;
+  }
   for (int64_t layer = 0; layer < context.options.layers; ++layer) {
-    list_chosen(batch, steps.of(layer), layer, tensors);
+    const LayerStep& step = steps.of(layer);
+    list_chosen(batch, context.plan.has_clusters ? step.chosen() : step.last(), layer, tensors);
   }
 }
 
 Status load_reuse(EngineContext& context, Batch& batch, StepCoordinator& steps,
                   const SavedCounts& counts, const SavedTensors& saved) {
-  if (!context.plan.has_clusters) return Status::ok();
-  const int64_t sizes[] = {3};
-  auto found = saved.get(kPlanName, "U32", sizes);
-  if (!found.is_ok()) return found.status();
-  if (copied<uint32_t>(found.value()) != plan_of(context)) return Status::ok();
-  for (int64_t map = 0; map < maps_of(context); ++map) {
-    KVSWAP_RETURN_IF_ERROR(load_map(context, batch, map, counts, saved));
+  if (context.plan.has_clusters) {
+    const int64_t sizes[] = {3};
+    auto found = saved.get(kPlanName, "U32", sizes);
+    if (!found.is_ok()) return found.status();
+    if (copied<uint32_t>(found.value()) != plan_of(context)) return Status::ok();
+    for (int64_t map = 0; map < maps_of(context); ++map) {
+      KVSWAP_RETURN_IF_ERROR(load_map(context, batch, map, counts, saved));
+    }
+  } else if (!context.options.new_group_ratio || !saved.has(saved_name(0, "chosen_sizes"))) {
+    return Status::ok();
   }
   for (int64_t layer = 0; layer < context.options.layers; ++layer) {
     KVSWAP_RETURN_IF_ERROR(load_chosen(steps.of(layer), layer, counts, saved));

@@ -68,11 +68,13 @@ Status LayerStep::start_selection(const AttentionQuery& question) {
                              std::to_string(apart * query.heads) + "; do not sum them");
     }
     std::vector<Candidates> candidates(batch_.size());
+    const bool has_last = std::ssize(last_) == batch_.size();
     std::vector<std::vector<int32_t>> attended(batch_.size());  // sinks, and what is kept
     for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
       const std::vector<int32_t>& sinks = batch_.pages(sequence).sinks(layer_);
       const std::vector<int32_t>& retained = batch_.pages(sequence).retained(layer_).whole_groups();
       candidates[sequence] = {&batch_.validity(sequence), sinks};
+      if (has_last) candidates[sequence].last = last_[sequence];
       if (context_.retention.shares_groups) {
         candidates[sequence].fewer =
             batch_.pages(sequence).retained(layer_).count() / options.group_tokens;
@@ -186,6 +188,12 @@ Status LayerStep::complete() {
 }
 
 Status LayerStep::take() {
+  KVSWAP_RETURN_IF_ERROR(end());
+  if (context_.options.new_group_ratio) last_ = chosen_;
+  return Status::ok();
+}
+
+Status LayerStep::end() {
   if (state_ == State::kFailed) {
     state_ = State::kIdle;
     return std::exchange(failure_, Status::ok());
@@ -199,7 +207,7 @@ Status LayerStep::drop() {
   // Where memory ran out between a question and its reads, nothing is in flight.
   if (state_ == State::kSelecting || state_ == State::kSelected) state_ = State::kIdle;
   // What arrives whole may stay; what does not is forgotten by land(), and nobody needed it.
-  Status taken = take();
+  Status taken = end();
   if (has_pages()) return taken;
   prefetch_.judge({});
   prefetch_.forget();
@@ -221,6 +229,7 @@ bool LayerStep::is_for(int64_t queries) const {
 
 void LayerStep::forget_selection() {
   chosen_.clear();
+  last_.clear();
   prefetch_.forget();
   override_.clear();
 }

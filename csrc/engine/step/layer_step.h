@@ -99,10 +99,15 @@ class LayerStep {
   const Groups& chosen() const { return chosen_; }
   /// What the session chose last that this one goes on from.
   void set_chosen(Groups chosen) { chosen_ = std::move(chosen); }
+  /// With new_group_ratio, what the step before attended, one choice a sequence; empty: there is
+  /// none, since a chunk or an edit came between.
+  const Groups& last() const { return last_; }
+  void set_last(Groups last) { last_ = std::move(last); }
   /// [batch][groups]: of the sequence's pool.
   const std::vector<std::vector<int32_t>>& pages() const { return reads_.pages(); }
 
  private:
+  Status end();
   bool is_read() const { return state_ == State::kReading || state_ == State::kReady; }
   Status start_selection(const AttentionQuery& question);
   Status drop_prediction(Status error);
@@ -121,6 +126,7 @@ class LayerStep {
   bool is_prediction_ = false;  // what was asked last
   Batch::Layer made_for_;       // the layer when it was asked
   Groups chosen_;
+  Groups last_;  // with new_group_ratio: what the step before attended
 };
 
 }  // namespace kvswap

@@ -92,6 +92,9 @@ struct Candidates {
   const PaddingMask* valid = nullptr;  // invalid tokens do not score
   std::span<const int32_t> excluded;   // attended anyway (sinks)
   int64_t fewer = 0;                   // groups that each query chooses less, but one
+  /// What the step before chose, in rising order. Of other groups each query chooses those alone
+  /// that are among the best MethodOptions::new_group_ratio of its choice. Empty: all are free.
+  std::span<const int32_t> last = {};
 };
 
 struct ChooseArgs {

@@ -1,6 +1,7 @@
 #include "methods/selection/summary_selector.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <string>
 
@@ -197,11 +198,28 @@ void SummarySelector::choose_for_sequence(const ChooseArgs& args, int64_t sequen
     const int64_t count =
         top_k({.scores = scores, .indices = chosen.data() + before, .count = groups_, .k = k});
     chosen.resize(before + count);
+    if (!args.candidates[sequence].last.empty()) {
+      drop_new(scores, args.candidates[sequence].last, k, before, chosen);
+    }
   }
   if (queries_ > 1) {
     std::sort(chosen.begin(), chosen.end());
     chosen.erase(std::unique(chosen.begin(), chosen.end()), chosen.end());
   }
+}
+
+/// Of a query's choice, `chosen` from `first` on, groups leave that are neither of `last` nor among
+/// its best.
+void SummarySelector::drop_new(const float* scores, std::span<const int32_t> last, int64_t k,
+                               int64_t first, std::vector<int32_t>& chosen) const {
+  const auto most = static_cast<int64_t>(std::ceil(options_.new_group_ratio * k));
+  if (most >= std::ssize(chosen) - first) return;
+  std::vector<int32_t> best(most);
+  best.resize(top_k({.scores = scores, .indices = best.data(), .count = groups_, .k = most}));
+  const auto leaves = [&](int32_t group) {
+    return !std::ranges::binary_search(best, group) && !std::ranges::binary_search(last, group);
+  };
+  chosen.erase(std::remove_if(chosen.begin() + first, chosen.end(), leaves), chosen.end());
 }
 
 void SummarySelector::clear() {

@@ -67,6 +67,8 @@ class SummarySelector : public Selector {
     return options_.score == Score::kMax ? args.query.heads : 1;
   }
   void choose_for_sequence(const ChooseArgs& args, int64_t sequence);
+  void drop_new(const float* scores, std::span<const int32_t> last, int64_t k, int64_t first,
+                std::vector<int32_t>& chosen) const;
   float* group_scores(int64_t sequence, int64_t query) {
     return group_scores_.data() + (sequence * queries_ + query) * groups_;
   }

@@ -33,6 +33,7 @@ struct MethodOptions {
   int64_t score_columns = 0;              // of two stages: see LogitScorer; 0: one, all columns
   double score_share = 0;                 // of the blocks, scored in the second
   double bound_weight = 1;                // of half widths: box only
+  double new_group_ratio = 1;             // of the best, where groups are new: see Candidates
   const ParallelFor* parallel = nullptr;  // null: serial
 
   /// Columns of a row of so many that are read for every group, where that is not all; else 0.
