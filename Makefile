@@ -182,7 +182,7 @@ saved-models: build  ## every model's cache saved and opened in another process;
 
 .PHONY: presets-matrix
 presets-matrix: build  ## every preset through generate(), saved, forked and served
-	KVSWAP_TEST_ALL_PRESETS=1 $(PY) -m pytest -q tests/python/test_presets_generate.py \
+	KVSWAP_TEST_LONG=1 KVSWAP_TEST_ALL_PRESETS=1 $(PY) -m pytest -q tests/python/test_presets_generate.py \
 	  tests/python/test_presets_kept.py
 
 SOAK_SECONDS ?= 3600
@@ -288,13 +288,13 @@ test: $(STAMP)  ## set-up, linters, build, ctest, pytest, wheel: what CI runs
 # One process for each processor: the time limit of a single test is not meant for these.
 LONG_ROOMS := engine fake_cuda
 .PHONY: test-long
-test-long: build  ## random lives in full, on the host and over a fake CUDA runtime; modes of 12 more families; docs' tuning
+test-long: build  ## all that tests/how_long.py and .h leave out of make test: random lives, faults, combinations
 	@$(call LOCK,core) $(SUB) locked-core DIR=build/core ARGS="-E ."
 	for room in $(LONG_ROOMS); do \
 	  for part in $$(seq 0 $$(( $(JOBS) - 1 ))); do echo $$room $$part; done; done | \
 	  KVSWAP_TEST_LONG=1 GTEST_TOTAL_SHARDS=$(JOBS) xargs -P $(JOBS) -L1 sh -c \
 	  'GTEST_SHARD_INDEX=$$1 exec build/core/tests/cpp/test_$$0 --gtest_brief=1'
-	KVSWAP_TEST_LONG=1 $(PY) -m pytest -q $(foreach what,generate_modes docs_typed docs_python,tests/python/test_$(what).py)
+	KVSWAP_TEST_LONG=1 $(BESIDE) $(ARGS)
 
 demo:  ## a long document answered from a KV cache on disk, next to the full cache
 	@.ci/plan $(VENV)

@@ -7,12 +7,17 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.how_long import lives
+
 # No test may reach for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # A shared machine is slow at times; that is no finding.
 settings.register_profile(
-    "kvswap", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+    "kvswap",
+    deadline=None,
+    max_examples=lives(20, 60),
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("kvswap")
 

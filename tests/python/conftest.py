@@ -10,11 +10,32 @@ from typing import Any
 
 import pytest
 
+from tests.how_long import covering, is_long
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Old names of settings are taken for one release, and many tests still use them."""
     told = "ignore:SwapConfig. since version 2:DeprecationWarning"
     config.addinivalue_line("filterwarnings", told)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What the marks `long` and `pairs` leave out is deselected, but not in `make test-long`."""
+    if is_long():
+        return
+    left_out = {item for item in items if item.get_closest_marker("long")}
+    tables: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("pairs") and item not in left_out:
+            tables.setdefault((item.path, item.originalname), []).append(item)
+    for table in tables.values():
+        once = table[0].get_closest_marker("pairs").kwargs.get("once", ())
+        # Values are told apart by their words: some have no order, some no hash.
+        rows = [{name: repr(value) for name, value in i.callspec.params.items()} for i in table]
+        chosen = covering(rows, once)
+        left_out |= set(table) - {table[index] for index in chosen}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ all others, and a block of text that is not in `SHOWN`; there each reason must b
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from tests.how_long import is_long
 from tests.packaging.run_docs import NEVER, PAGES, Block, blocks, commands
 
 # First words of a command -> why no test here types it.
@@ -46,6 +46,8 @@ LONG = {
     "kvswap tune": "times decoding steps for minutes",
     "torchrun": "two processes that load torch",
 }
+#: Long pages that only `make test-long` types.
+LONG_PAGES = ("first-hour/operator.md", "first-hour/researcher.md")
 
 
 def typed(block: Block) -> list[str]:
@@ -60,7 +62,7 @@ def is_shown(block: Block) -> bool:
 
 
 def is_typed_here(command: str) -> bool:
-    left_out = NOT_TYPED if os.environ.get("KVSWAP_TEST_LONG") == "1" else NOT_TYPED | LONG
+    left_out = NOT_TYPED if is_long() else NOT_TYPED | LONG
     return not command.startswith(tuple(left_out))
 
 

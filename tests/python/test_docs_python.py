@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvswap_torch import KVSwapCache, SwapConfig
+from tests.how_long import is_long
 from tests.packaging.run_docs import PAGES, ROOT, Block, blocks
 from tests.python.tiny_models import has_native
 
@@ -46,7 +46,7 @@ PROGRAMS = {
 
 
 def left_out(block: Block) -> str | None:
-    reasons = NOT_EXECUTED if os.environ.get("KVSWAP_TEST_LONG") == "1" else NOT_EXECUTED | LONG
+    reasons = NOT_EXECUTED if is_long() else NOT_EXECUTED | LONG
     return next((why for line, why in reasons.items() if line in block.text), None)
 
 

@@ -12,17 +12,29 @@ import pytest
 
 from tests.first_hour.users import ANSWER
 from tests.packaging.run_docs import OWN_MODEL, PAGES, Block, blocks, commands
-from tests.python.docs_pages import LONG, NOT_TYPED, SHOWN, is_shown, pages_to_type, typed
+from tests.python.docs_pages import (
+    LONG,
+    LONG_PAGES,
+    NOT_TYPED,
+    SHOWN,
+    is_shown,
+    pages_to_type,
+    typed,
+)
 from tests.python.docs_reader import GGUF, STANDS_FOR, Reader, prepare
 from tests.python.gguf_models import model_of, written
 from tests.python.tiny_models import has_native
 
 TO_TYPE = pages_to_type()
+IN_TURN = [
+    pytest.param(page, marks=pytest.mark.long) if str(page).endswith(LONG_PAGES) else page
+    for page in TO_TYPE
+]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_native(), reason="kvswap_torch._C is not built")
-@pytest.mark.parametrize("page", TO_TYPE, ids=lambda page: "-".join(page.parts[-2:]))
+@pytest.mark.parametrize("page", IN_TURN, ids=lambda page: "-".join(page.parts[-2:]))
 def test_commands_of_a_page_do_what_it_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,6 +64,8 @@ def test_every_reason_is_used_and_every_placeholder_too() -> None:
         assert [start for start in reasons if not any(c.startswith(start) for c in told)] == []
     assert [words for words in STANDS_FOR if not any(words in c for c in told)] == []
     texts = [block.text for page in PAGES for block in blocks(page) if is_shown(block)]
+    for long in LONG_PAGES:
+        assert any(str(page).endswith(long) for page in TO_TYPE), long
     assert [start for start in SHOWN if not any(text.startswith(start) for text in texts)] == []
 
 

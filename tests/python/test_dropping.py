@@ -53,6 +53,7 @@ def test_these_are_they():
 
 @pytest.mark.parametrize("ratio", list(GQA))
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.pairs(once=["name", "ratio"])
 def test_what_fits_is_the_full_caches(name, ratio):
     model = model_of(ratio)
     with KVSwapCache(model, config=small(name, model, 200)) as cache:
@@ -62,6 +63,7 @@ def test_what_fits_is_the_full_caches(name, ratio):
 
 @pytest.mark.parametrize("ratio", list(GQA))
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.pairs(once=["name", "ratio"])
 def test_one_turn_is_as_with_a_path(name, ratio, tmp_path):
     """Left padding and beams, and nothing of it on a disk."""
     model = model_of(ratio)

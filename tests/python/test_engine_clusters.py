@@ -50,6 +50,7 @@ def assert_same(row: EngineClusters, reference: Clusters) -> None:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", ["normal", "equal", "moving", "odd"])
 @pytest.mark.parametrize(("prompt", "width"), [(0, 5), (200, 16), (700, 33), (1500, 8)])
+@pytest.mark.pairs
 def test_decides_as_the_reference(in_double, options, kind, prompt, width):
     keys = drawn(kind, prompt + STEPS, width, seed=prompt + width).float()
     row = EngineClusters(width, len(keys), options)

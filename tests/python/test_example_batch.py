@@ -41,6 +41,7 @@ def documents(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_goes_on_where_another_one_stopped(tmp_path: Path, documents: list[str]) -> None:
     assert {told["document"] for told in run(tmp_path, documents[:2])} == set(documents[:2])
     half = json.dumps({"document": documents[2], "question": "What is the key?"})[:-9]

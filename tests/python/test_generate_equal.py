@@ -72,6 +72,7 @@ def test_model_as_its_own_assistant(llama, open_cache):
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 16])
+@pytest.mark.pairs
 def test_chunked_prefill(model, open_cache, chunk):
     inputs = prompt(2, 23, padding=(2, 0))
     expected = greedy(model, inputs)
@@ -80,6 +81,7 @@ def test_chunked_prefill(model, open_cache, chunk):
 
 
 @pytest.mark.parametrize("question", [1, 3, 12], ids=["one", "short", "long"])
+@pytest.mark.pairs
 def test_turns(model, open_cache, question):
     """The second turn passes everything so far again, as chat programs do."""
     cache, plain = open_cache(model), DynamicCache(config=model.config)

@@ -8,7 +8,6 @@ takes the other families with latent attention or an index of their own, too.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from transformers.generation import (
     StoppingCriteriaList,
 )
 
+from tests.how_long import is_long
 from tests.python import every_model
 from tests.python.narrow_llama import narrow_llama
 from tests.python.tiny_models import EOS, VOCABULARY, character_tokenizer, prompt, tiny_model
@@ -41,7 +41,7 @@ OF_EVERY = {
     "modernbert": "ModernBertDecoder",
     "mimo": "MiMoV2Flash",  # values narrower than keys
 }
-if os.environ.get("KVSWAP_TEST_LONG") == "1":
+if is_long():
     OF_EVERY |= {
         "deepseek2": "DeepseekV2",
         "mistral4": "Mistral4",

@@ -22,6 +22,11 @@ from kvswap_torch import (
 from kvswap_torch.hf import cache as cache_module
 from tests.python.tiny_models import COVERING, ctrl_c, forward, greedy, prompt, tiny_model
 
+NATIVE_AT_LEAST = [
+    "native",
+    *(pytest.param(kind, marks=pytest.mark.long) for kind in ("reference", "host device")),
+]
+
 # Lengths, as transformers asks for them.
 
 
@@ -213,6 +218,7 @@ def test_copies_are_refused_with_a_reason(llama, open_cache):
         pickle.dumps(cache)
 
 
+@pytest.mark.parametrize("sessions", NATIVE_AT_LEAST, indirect=True)
 def test_interpreter_exit_closes(sessions, tmp_path):
     program = textwrap.dedent(
         f"""

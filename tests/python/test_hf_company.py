@@ -24,6 +24,7 @@ from tests.python.tiny_models import (
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("padding", [(), (0, 6)], ids=["even", "left-padded"])
+@pytest.mark.pairs
 def test_from_cache_and_back(family, padding, sessions, tmp_path):
     model = tiny_model(family)
     inputs = prompt(2, 20, padding=padding)
@@ -196,7 +197,14 @@ def compiled_layers(model):
 
 @pytest.mark.filterwarnings("ignore")  # torch's, on what it cannot trace
 @pytest.mark.parametrize("sessions", ["native"], indirect=True)
-@pytest.mark.parametrize("compile_part", [compiled_in_place, compiled_decoder, compiled_layers])
+@pytest.mark.parametrize(
+    "compile_part",
+    [
+        compiled_layers,
+        pytest.param(compiled_in_place, marks=pytest.mark.long),
+        pytest.param(compiled_decoder, marks=pytest.mark.long),
+    ],
+)
 def test_a_compiled_forward_is_refused_by_name(compile_part, open_cache):
     model, inputs = tiny_model("llama"), prompt(2, 12)
     expected = greedy(model, inputs)

@@ -54,6 +54,7 @@ def test_turns_crops_and_long_chunks_are_the_full_caches(model, open_cache):
 @needs_native
 @pytest.mark.parametrize("look_ahead", [True, False], ids=["ahead", "true-query"])
 @pytest.mark.parametrize("rows", [{}, {"rows": "box", "rank": 32}], ids=["low_rank", "box"])
+@pytest.mark.pairs
 def test_heads_choose_as_the_reference(model, rows, look_ahead, tmp_path, monkeypatch):
     config = dataclasses.replace(TIGHT_EACH, look_ahead=look_ahead, **rows)
     logits, chosen, stats = conversation(model, tmp_path, config, "native", monkeypatch)

@@ -156,6 +156,7 @@ def test_options_of_attention_are_never_ignored(open_cache):
 @pytest.mark.parametrize("padding", [(), (0, 5)], ids=["even", "left-padded"])
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("name", ["Gemma2", "GptOss"])
+@pytest.mark.pairs
 def test_capped_scores_and_sinks(name, heads, padding, open_cache):
     """By short chunks, long ones and tokens, beside the eager attention, which has both."""
     own = {"num_local_experts": 2, "num_experts_per_tok": 1} if name == "GptOss" else {}

@@ -65,6 +65,7 @@ def chat(model, cache, batch: int, question: int):
 @pytest.mark.parametrize("kind", COVERINGS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize(("batch", "question"), [(1, 9), (3, 9), (3, 2)])
+@pytest.mark.pairs
 def test_a_second_turn_has_the_tokens_of_a_dynamic_cache(family, batch, question, kind, open_cache):
     """A question of 2 tokens selects, one of 9 attends exactly."""
     model = tiny_model(family)

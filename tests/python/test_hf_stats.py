@@ -15,12 +15,18 @@ from kvswap_torch.projection import svd_keys
 from kvswap_torch.projection_file import save_projections
 from tests.python.tiny_models import COVERING, TIGHT, greedy, prompt, tiny_model
 
+NATIVE_AT_LEAST = [
+    "native",
+    *(pytest.param(kind, marks=pytest.mark.long) for kind in ("reference", "host device")),
+]
+
 
 @pytest.fixture(scope="module")
 def llama():
     return tiny_model("llama")
 
 
+@pytest.mark.parametrize("sessions", NATIVE_AT_LEAST, indirect=True)
 @torch.inference_mode()
 def test_without_config_and_budget_a_long_first_pass_doubles_the_groups(sessions, tmp_path):
     """Half as long again is what a cache is ready for, and more than 6,144 tokens are many."""

@@ -45,6 +45,7 @@ def at_once(*works: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.pairs
 def test_plain_caches_while_disk_caches_come_and_go(family, switching, open_cache):
     model = tiny_model(family)
     expected = {name: greedy(model, inputs, tokens=40) for name, inputs in INPUTS.items()}
@@ -68,6 +69,7 @@ def test_plain_caches_while_disk_caches_come_and_go(family, switching, open_cach
 
 
 @pytest.mark.parametrize("config", [COVERING, TIGHT], ids=["covering", "tight"])
+@pytest.mark.pairs
 def test_three_threads_with_a_disk_cache_each(config, switching, llama, open_cache):
     prompts = [prompt(1 + number, 20, seed=number) for number in range(3)]
     alone = []

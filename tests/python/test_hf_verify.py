@@ -37,6 +37,7 @@ def decoded(model: Any, open_cache: Any, **settings: Any) -> tuple[Any, list[Any
 
 @pytest.mark.parametrize("score", ["sum", "max", "mass", "max_mass"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.pairs
 def test_choices_are_the_true_querys(family: str, score: str, open_cache: Any) -> None:
     assert_same_choices(tiny_model(family), score, open_cache)
 
@@ -49,6 +50,7 @@ LATENT = [family for family in KNOWN if hasattr(transformers, f"{family}ForCausa
 @pytest.mark.parametrize("sessions", ["native"], indirect=True)
 @pytest.mark.parametrize("score", ["sum", "max", "mass", "max_mass"])
 @pytest.mark.parametrize("family", LATENT)
+@pytest.mark.pairs(once=["family", "score"])
 def test_choices_over_latents_are_the_true_querys(family: str, score: str, open_cache: Any) -> None:
     """Predicted queries take W_UK in before they prefetch."""
     assert_same_choices(every_model.build(family), score, open_cache)

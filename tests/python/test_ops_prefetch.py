@@ -222,7 +222,7 @@ def attend(handle, pages, slots, query, summary, tokens):
     return chosen, output.float() + recent.sum(), mass
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_compiled_program_is_the_same(backend, handle, records):
     """One graph, of the whole function, run again with other data."""
     compiled = torch.compile(attend, fullgraph=True, backend=backend)

@@ -17,6 +17,7 @@ pytest.importorskip("accelerate", reason="transformers needs accelerate to split
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
 LAYOUTS = {"tensor": (2, 1), "pipeline": (1, 2), "both": (2, 2)}
+LAYOUTS_OF_ONE = ("tensor", "pipeline")
 
 
 def run(tensor: int, pipeline: int, folder: Path, scenario: str) -> list[dict[str, Any] | None]:
@@ -60,7 +61,9 @@ def run(tensor: int, pipeline: int, folder: Path, scenario: str) -> list[dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize(
+    "layout", ["both", *(pytest.param(each, marks=pytest.mark.long) for each in LAYOUTS_OF_ONE)]
+)
 def test_tokens_equal_those_of_one_process(layout: str, tmp_path: Path) -> None:
     tensor, pipeline = LAYOUTS[layout]
     for rank, told in enumerate(run(tensor, pipeline, tmp_path, "equal")):
@@ -79,7 +82,7 @@ def test_tokens_equal_those_of_one_process(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@pytest.mark.parametrize("layout", LAYOUTS_OF_ONE)
 def test_a_full_disk_on_one_rank_ends_all(layout: str, tmp_path: Path) -> None:
     other, failed = run(*LAYOUTS[layout], tmp_path, "full disk")
     assert failed["type"] == "BudgetError"
@@ -89,7 +92,7 @@ def test_a_full_disk_on_one_rank_ends_all(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@pytest.mark.parametrize("layout", LAYOUTS_OF_ONE)
 def test_a_killed_rank_ends_the_others(layout: str, tmp_path: Path) -> None:
     other, killed = run(*LAYOUTS[layout], tmp_path, "killed")
     assert killed is None

@@ -84,6 +84,7 @@ def converse(model: Any, cache: KVSwapCache, batch: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("look_ahead", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.pairs
 def test_boxes_kept_here_choose_as_boxes_kept_there(family, look_ahead, heads, tmp_path) -> None:
     model = tiny_model(family)
     changes = {"heads": heads, "look_ahead": look_ahead, "exact_layers": (0,)}
@@ -229,6 +230,7 @@ CHANGES = {
 @pytest.mark.parametrize("look_ahead", [True, False])
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.pairs
 def test_a_change_that_raises_is_named_and_not_made(
     change, heads, look_ahead, tmp_path, monkeypatch
 ) -> None:

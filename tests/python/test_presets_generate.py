@@ -153,6 +153,7 @@ def answers_of(model, cache) -> list[torch.Tensor]:
         if (number is None or short(name, number)) and name not in ROUNDED
     ],
 )
+@pytest.mark.pairs(once=["name", "ratio"])
 def test_what_the_budget_covers_is_the_full_caches(name, ratio, tmp_path):
     model = model_of(ratio)
     with KVSwapCache(model, tmp_path, small(name, model, 200)) as cache:
@@ -202,6 +203,7 @@ def test_rounded_records_are_the_rounded_full_caches(name, ratio, tmp_path):
         if number is None or short(name, number)
     ],
 )
+@pytest.mark.pairs(once=["name", "ratio"])
 def test_what_a_small_budget_holds_decodes_in_every_way(name, ratio, tmp_path):
     """With 4 groups of 15: padding, a crop and another order of sequences run."""
     model = model_of(ratio)

@@ -130,7 +130,13 @@ def test_nothing_is_left_after_kill_9(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("end", ["pass", "sys.exit(0)", "cache = None"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "pass",
+        *(pytest.param(end, marks=pytest.mark.long) for end in ("sys.exit(0)", "cache = None")),
+    ],
+)
 def test_nothing_is_left_after_the_interpreter_ends(tmp_path, end):
     finish(
         script(

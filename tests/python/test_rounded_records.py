@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from kvswap_torch import ConfigError, KVSwapCache
 from kvswap_torch.hf import session as session_module
 from kvswap_torch.hf.key_probe import probe
+from tests.how_long import lives
 from tests.python.test_hf_selection import conversation
 from tests.python.test_session import BACK_ENDS, HEAD_DIM, Twins, live, options
 from tests.python.tiny_models import (
@@ -120,6 +121,7 @@ def test_beams(wide, open_rounded, records):
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16])
+@pytest.mark.pairs
 def test_chunks_and_crops(wide, open_rounded, chunk, records):
     """Long and short chunks, steps, crops into sealed groups: the same logits all along."""
     ids = prompt(2, 160, seed=chunk)["input_ids"]
@@ -162,6 +164,7 @@ def test_save_open_and_fork_go_on_rounded(wide, open_rounded, tmp_path, records)
 @pytest.mark.parametrize("rows", ["low_rank", "box"])
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("kind", ["native", "host device"])
+@pytest.mark.pairs
 def test_choices_are_the_references(
     wide, kind, rows, heads, look_ahead, records, tmp_path, monkeypatch
 ):
@@ -179,7 +182,7 @@ def test_choices_are_the_references(
 
 
 @pytest.mark.parametrize("heads", ["all", "each"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(lives(2, 6)))
 def test_random_operations(tmp_path, seed, heads, records):
     rng = random.Random(seed)
     made = options(

@@ -42,6 +42,7 @@ def first_of(cache: KVSwapCache) -> tuple:
 
 @pytest.mark.parametrize("tokens", [1, 8, 40], ids=["a turn is due", "a turn was", "many were"])
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.pairs(once=["name", "tokens"])
 def test_it_goes_on_as_the_one_that_was_saved(name: str, tokens: int, tmp_path: Path) -> None:
     model = model_of(2)
     with opened_with(name, model, tmp_path) as cache:

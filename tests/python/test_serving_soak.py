@@ -274,6 +274,7 @@ def run(folder: Path, rounds: int, seed: int, seconds: float = float("inf")) -> 
     return world.done
 
 
+@pytest.mark.long
 def test_no_entry_client_or_kill_changes_anothers_answer(tmp_path: Path) -> None:
     done = run(tmp_path, rounds=11, seed=1)
     assert len(done) == 8 and done["disk_fails"] == 3

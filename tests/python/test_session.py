@@ -11,6 +11,7 @@ from kvswap_torch import _C, SwapConfig
 from kvswap_torch.chunks import pass_of
 from kvswap_torch.config.engine import WORDS
 from kvswap_torch.errors import BudgetError, ClosedError, StorageError
+from tests.how_long import lives
 from tests.python.reference_heads import reference
 from tests.python.reference_methods import METHODS
 from tests.python.reference_options import Options
@@ -209,7 +210,7 @@ def test_every_method_chooses_as_its_reference(tmp_path, rows, heads, number):
 
 
 @pytest.mark.parametrize(
-    ("rows", "seed"), [(r, s) for r in OF_GROUPS for s in range(12) if few(r, s)]
+    ("rows", "seed"), [(r, s) for r in OF_GROUPS for s in range(lives(5, 12)) if few(r, s)]
 )
 @pytest.mark.parametrize("heads", ["all", "each"])
 def test_random_operations(tmp_path, seed, rows, heads):
@@ -235,7 +236,7 @@ def test_random_operations(tmp_path, seed, rows, heads):
 
 @pytest.mark.parametrize("score", ["sum", "max"])
 @pytest.mark.parametrize("heads", ["all", "each"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(lives(2, 6)))
 def test_random_operations_where_groups_are_scored_in_two_stages(tmp_path, seed, score, heads):
     rng = random.Random(seed)
     made = options(
@@ -256,7 +257,7 @@ def test_random_operations_where_groups_are_scored_in_two_stages(tmp_path, seed,
 
 @pytest.mark.parametrize("rows", ["low_rank", "box", "none"])
 @pytest.mark.parametrize("heads", ["all", "each"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(lives(1, 3)))
 def test_random_operations_where_layers_share_pages(tmp_path, seed, rows, heads):
     rng = random.Random(seed)
     kept = {} if rows != "box" else {"keeper": "observed", "keep_tokens": 12, "keep_window": 8}
@@ -279,7 +280,7 @@ def test_random_operations_where_layers_share_pages(tmp_path, seed, rows, heads)
 
 @pytest.mark.parametrize("score", ["mass", "max_mass"])
 @pytest.mark.parametrize("heads", ["all", "each"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(lives(2, 6)))
 def test_random_operations_by_mass(tmp_path, seed, score, heads):
     rng = random.Random(seed)
     made = options(

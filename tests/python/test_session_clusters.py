@@ -96,6 +96,7 @@ def clustered(folder, heads: str, score: str, reader):
 @pytest.mark.parametrize(
     ("heads", "score"), [("all", "sum"), ("each", "mass"), ("all", "max_mass")]
 )
+@pytest.mark.pairs(once=["reader", "heads", "score"])
 def test_every_reader_answers_alike_to_the_bit(tmp_path, answers, heads, score, reader):
     session = native(clustered(tmp_path, heads, score, reader))
     for ours, theirs in zip(life(session, seed=3), answers(heads, score), strict=True):
@@ -106,6 +107,7 @@ def test_every_reader_answers_alike_to_the_bit(tmp_path, answers, heads, score, 
 @pytest.mark.parametrize("layout", ["sequence", "pools"])
 @pytest.mark.parametrize("update", ["static", "local"])
 @pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.pairs
 def test_other_updates_answer_alike_to_the_bit(tmp_path, heads, update, layout):
     """From every reader. Who still waits may depend on the layout: without room all is packed."""
     more = {"cluster_update": update, "layout": layout}
@@ -145,6 +147,7 @@ def small(**changes):
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("look_ahead", [False, True])
 @pytest.mark.parametrize("update", ["adaptive", "static", "local"])
+@pytest.mark.pairs
 def test_with_room_for_all_tokens_are_the_full_caches(tmp_path, llama, heads, look_ahead, update):
     inputs = prompt(2, 90, padding=(0, 31))
     config = small(heads=heads, groups_max=40, pages_max=40, group_tokens=32, look_ahead=look_ahead)

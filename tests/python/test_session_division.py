@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.how_long import lives
 from tests.python.test_session import (
     HEAD_DIM,
     HEADS,
@@ -50,7 +51,7 @@ def check_division(twins: Twins) -> set[int]:
 
 
 @pytest.mark.parametrize("heads", ["all", "each"])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(lives(3, 10)))
 def test_random_operations_where_a_prompt_divides_tokens_among_layers(tmp_path, seed, heads):
     rng = random.Random(seed)
     made = cake(rng, tmp_path, heads)
@@ -79,7 +80,7 @@ def test_layers_differ_and_use_all_there_is(tmp_path, heads):
     assert ledger["kept"] <= other.sessions[0].ledger()["kept"] + beside
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(lives(2, 6)))
 def test_random_operations_where_layers_have_shares(tmp_path, seed):
     rng = random.Random(seed)
     made = cake(rng, tmp_path, "all")

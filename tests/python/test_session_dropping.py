@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvswap_torch.errors import KVSwapError
+from tests.how_long import lives
 from tests.python.test_session import LAYERS, Twins, native, options
 
 KEEPERS = ["observed", "heavy", "arkv", "cake", "given", "newest"]
@@ -54,7 +55,7 @@ KEEPERS_AND_HEADS = [
 
 
 @pytest.mark.parametrize(("keeper", "heads"), KEEPERS_AND_HEADS)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(lives(2, 8)))
 def test_random_operations(seed, keeper, heads):
     rng = random.Random(f"{seed} {keeper}")
     twins = Twins(dropping(rng, keeper, heads), seed)
@@ -63,7 +64,7 @@ def test_random_operations(seed, keeper, heads):
 
 
 @pytest.mark.parametrize(("keeper", "heads"), KEEPERS_AND_HEADS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(lives(1, 4)))
 def test_random_operations_where_layers_share_pages(seed, keeper, heads):
     rng = random.Random(f"{seed} {keeper} {heads}")
     made = dropping(rng, keeper, heads, layers=5, resident_layers=rng.choice([2, 3]))

@@ -80,6 +80,7 @@ def by_torch(request) -> bool:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("value", [16, 48], ids=["narrow", "wide"])
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "clusters"])
+@pytest.mark.pairs
 def test_as_absorbed(method, value, by_torch, tmp_path):
     both = Both(tmp_path, by_torch, value, torch.float32, METHODS[method])
     valid = torch.ones(BATCH, PASSES[0], dtype=torch.bool)

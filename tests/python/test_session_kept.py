@@ -12,6 +12,7 @@ import torch
 
 from kvswap_torch import SwapConfig
 from kvswap_torch.errors import BudgetError
+from tests.how_long import lives
 from tests.python.reference_heads import reference
 from tests.python.test_session import (
     BACK_ENDS,
@@ -29,7 +30,7 @@ from tests.python.test_session import (
 
 @pytest.mark.parametrize("rows", OF_GROUPS)
 @pytest.mark.parametrize("heads", ["all", "each"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(lives(4, 12)))
 def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
     rng = random.Random(seed)
     keeper = ["observed", "heavy", "given", "arkv"][seed % 4]
@@ -80,7 +81,7 @@ def test_random_operations_with_kept_tokens(tmp_path, seed, rows, heads):
 
 @pytest.mark.parametrize("rows", ["low_rank", "box", "mean"])
 @pytest.mark.parametrize("heads", ["all", "each"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(lives(2, 4)))
 def test_random_operations_with_outliers(tmp_path, seed, rows, heads):
     rng = random.Random(seed)
     group_tokens = rng.choice([3, 4, 16])
@@ -151,6 +152,7 @@ def test_turns_follow_prompts_and_intervals(tmp_path, rows):
 @pytest.mark.parametrize("interval", [3, 8])
 @pytest.mark.parametrize("records", ["model", "fp8", "int4"])
 @pytest.mark.parametrize("device", ["cpu", "host"])
+@pytest.mark.pairs
 def test_tokens_are_chosen_by_what_is_on_disk(tmp_path, device, rows, heads, interval, records):
     """Of a window of 5: with an interval of 3 a choice goes by queries of the prompt too."""
     made = options(tmp_path, rows=rows, heads=heads, keeper="observed", keep_tokens=12)
@@ -219,6 +221,7 @@ def test_turns_that_read_all_that_is_on_disk_are_spread_over_the_interval(
 @pytest.mark.parametrize(
     ("rows", "device"), [("box", "cpu"), ("box", "host"), ("low_rank", "host")]
 )
+@pytest.mark.pairs
 def test_a_prompt_decides_how_many_tokens_stay(tmp_path, device, rows, heads, scores):
     """Of 12 groups of 4: whole groups, the same for all heads, and so many groups fewer."""
     made = options(tmp_path, rows=rows, heads=heads, keeper="observed", keep_tokens=40)
@@ -336,6 +339,7 @@ def test_what_is_decoded_is_kept_until_there_is_no_room(tmp_path, rows, records)
     [(0.0, "bytes"), (0.5, "bytes"), (1.0, "bytes"), (0.0, "tokens"), (0.5, "tokens")],
 )
 @pytest.mark.parametrize("device", ["cpu", "host"])
+@pytest.mark.pairs
 def test_who_does_not_stay_in_the_dtype_becomes_e4m3(tmp_path, device, rows, dtype, ratio, count):
     made = options(tmp_path, rows=rows, keeper="arkv", keep_tokens=100, keep_ratio=ratio)
     made.device = device

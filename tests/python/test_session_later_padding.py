@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.how_long import lives
 from tests.python.reference_methods import METHODS
 from tests.python.test_session import (
     BACK_ENDS,
@@ -26,7 +27,7 @@ from tests.python.test_session import (
 
 @pytest.mark.parametrize("rows", OF_GROUPS)
 @pytest.mark.parametrize("heads", ["all", "each"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(lives(2, 4)))
 def test_random_operations_choose_as_the_reference(tmp_path, seed, rows, heads):
     rng = random.Random(seed)
     scores = ["sum", "max", "mass"] if rows == "low_rank" else ["sum", "max"]
@@ -48,7 +49,7 @@ def test_random_operations_choose_as_the_reference(tmp_path, seed, rows, heads):
 
 @pytest.mark.parametrize("keeper", ["observed", "heavy", "given", "arkv"])
 @pytest.mark.parametrize("heads", ["all", "each"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(lives(2, 4)))
 def test_random_operations_with_kept_tokens(tmp_path, seed, keeper, heads):
     rng = random.Random(seed)
     arkv = {"keep_variance": 263.8, "keep_slack": 0.75, "keep_ratio": rng.choice([0.0, 0.3, 1.0])}
@@ -150,6 +151,7 @@ def test_what_became_padding_is_attended_no_more(tmp_path, kind, heads, device):
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 3e38])
 @pytest.mark.parametrize(("kind", "device"), [each for each in KINDS if "e4m3" not in each[0]])
+@pytest.mark.pairs
 def test_no_value_of_what_became_padding_reaches_a_selection(tmp_path, kind, heads, device, value):
     """A weight of zero would not hide it. Of e4m3 a page has one scale, which it would change."""
     made, pads = apart(tmp_path, kind, heads, device), other_of_pads()

@@ -304,6 +304,7 @@ def test_a_cell_is_marked_where_its_floor_was_twice_as_fast_before():
 
 
 @needs_native
+@pytest.mark.long
 def test_a_latent_cell_is_measured_and_shown(tmp_path):
     cell = Cell("tiny-latent", 1024, 1)
     weights = weights_file(cell.shape, tmp_path / "weights")
@@ -416,7 +417,7 @@ def test_cells_with_a_result_are_left_alone(tmp_path, capsys):
 
 
 @needs_native
-@pytest.mark.parametrize("preset", ["prkv", "loki"])
+@pytest.mark.parametrize("preset", ["prkv", pytest.param("loki", marks=pytest.mark.long)])
 def test_a_preset_is_measured_by_its_own_settings(tiny, tmp_path, preset):
     """One that keeps tokens by what the model's own queries paid them, one with projections."""
     key = f"{PRESET}{preset}"

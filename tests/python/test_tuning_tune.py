@@ -159,6 +159,7 @@ def test_the_same_measurements_give_the_same_bytes(tuned, model, tmp_path):
         assert first.read_bytes() == second.read_bytes()
 
 
+@pytest.mark.long
 def test_the_papers_solver_finds_settings_in_the_papers_regime(tuned, model):
     """From the least memory that has any to all of it: wherever the exhaustive one does."""
     _, folder = tuned
@@ -178,6 +179,7 @@ def test_the_papers_solver_finds_settings_in_the_papers_regime(tuned, model):
     assert len(need["greedy"]) == 6
 
 
+@pytest.mark.long
 def test_the_papers_svd_can_be_what_is_written(model, tmp_path):
     options = dataclasses.replace(OPTIONS, projection="svd_keys")
     result = run(model, tmp_path, options=options)

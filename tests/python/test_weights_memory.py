@@ -79,6 +79,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("room", [0.0, 0.5, 1.0], ids=["least", "half", "almost all"])
+@pytest.mark.pairs
 def test_tokens_are_those_of_the_model_in_memory(dtype, tied, room, tmp_path) -> None:
     model, inputs = saved(tmp_path, dtype, tie_word_embeddings=tied), prompt(2, 40, padding=(0, 3))
     total, smallest = bytes_of(model), least(tmp_path, model.config, dtype)
@@ -368,6 +369,7 @@ def test_a_model_of_twice_the_memory_there_is(cap: MemoryCap, tmp_path: Path) ->
     assert cap.folder.name in limited["cgroups"]
 
 
+@pytest.mark.long
 def test_serve(chatty, tmp_path) -> None:
     folder, limited = chatty
     words = ["serve", "--model", folder, "--store", tmp_path, "--port", 0, "--json", *limited]
