@@ -26,6 +26,7 @@ BENCHMARKS = {
     "compare": Benchmark("methods on tasks, beside the full cache", "says so first; a model"),
     "recorded": Benchmark("records what a model selects, for side_by_side", "1 min; a model"),
     "weights": Benchmark("ms of a linear layer, in bf16, int8 and int4", "3 min"),
+    "offload": Benchmark("ms of a token with layers on disk, beside accelerate's", "2 min a model"),
     "tuner": Benchmark("the tuner's predictions and its choice, measured", "20 min"),
     "reader": Benchmark("random reads beside fio", "3 min; fio"),
     "gpu": Benchmark("each op on a GPU against its bandwidth", "1 min; a GPU"),
