@@ -22,6 +22,8 @@ BENCHMARKS = {
     "serving": Benchmark("seconds to the first token from kvswap serve", "1 min"),
     "real_speed": Benchmark("ms per token of a real model, by settings", "30 s each; a model"),
     "long_decode": Benchmark("ms per token and drift over 16K decoded tokens", "5 min a method"),
+    "reads": Benchmark("bytes, requests and a modelled disk's ms a token", "15 s a method"),
+    "cluster_steps": Benchmark("clusters that are read and changed, step by step", "1 min"),
     "quality": Benchmark("right answers beside the full cache's", "minutes to hours"),
     "compare": Benchmark("methods on tasks, beside the full cache", "says so first; a model"),
     "recorded": Benchmark("records what a model selects, for side_by_side", "1 min; a model"),

@@ -181,9 +181,9 @@ class Product:
 
 
 def _value(text: str) -> Any:
-    """A setting as JSON would have it; ``4+4+32`` is one rank a layer."""
+    """A setting as JSON would have it; ``4+4+32`` is a list, such as one rank a layer."""
     if "+" in text:
-        return tuple(int(part) for part in text.split("+"))
+        return tuple(json.loads(part) for part in text.split("+"))
     try:
         return json.loads(text)
     except json.JSONDecodeError:
