@@ -77,6 +77,9 @@ def open_offloaded(folder: Path) -> Any:
     kept = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
     places = dict.fromkeys(kept, "cpu") | {f"model.layers.{i}": "disk" for i in range(layers)}
     loaded = AutoModelForCausalLM.from_pretrained(folder, device_map=places, dtype="auto")
+    for parameter in loaded.parameters():
+        if not parameter.is_meta:  # a mapped file's pages cannot be dropped
+            parameter.data = parameter.data.clone()
     return loaded.eval()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -53,6 +55,13 @@ def test_a_shape_is_made_once_and_a_folder_is_itself(folder, tmp_path):
     assert offload.folder_of("tiny", len(IDS)) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
     assert offload.folder_of(str(tmp_path), 1) == tmp_path
+
+
+def test_no_page_of_the_files_stays_mapped(folder):
+    """Such a page could not be dropped from the page cache."""
+    model = offload.open_offloaded(folder)
+    model(input_ids=IDS[None])
+    assert str(folder) not in Path("/proc/self/maps").read_text()
 
 
 def test_the_table_says_who_is_ahead():
