@@ -39,6 +39,8 @@ REAL = (
     ("real_speed", ("quality/smollm2_defaults", "quality/smollm2_tuned"), "4096"),
     ("real_speed_8k", ("quality/smollm2_8k_defaults", "quality/smollm2_8k_tuned"), "7936"),
 )
+# As `bench real_speed` and `bench side_by_side` call full caches in memory, and a key of `LABELS`.
+FULL_CACHES = {"full": "dynamic", "dynamic": "dynamic", "static": "static"}
 NAMES = {"smollm2": "SmolLM2-135M", "reference_model": "reference model"}
 
 
@@ -144,8 +146,7 @@ def _real_line(
 
 def _full_times(timed: dict[str, Result]) -> dict[str, float]:
     """Milliseconds of full caches in memory, by their labels."""
-    names = {"full": LABELS["dynamic"], "static": LABELS["static"]}
-    return {label: timed[name]["ms"] for name, label in names.items() if name in timed}
+    return {LABELS[key]: timed[name]["ms"] for name, key in FULL_CACHES.items() if name in timed}
 
 
 def fastest_full(timed: dict[str, Result]) -> tuple[float, str]:
@@ -207,7 +208,6 @@ def reference_lines(results: Path) -> Iterator[Line]:
 def shape_lines(cell: Result) -> Iterator[Line]:
     """A shape with random weights, which has no right answers; choices may be a real model's."""
     times = {key: row["ms"] for key, row in cell["contenders"].items()}
-    full = min((times[key], LABELS[key]) for key in ("static", "dynamic") if key in times)
     others = {LABELS[key]: ms for key, ms in times.items() if key not in (*ON_SESSION, "floor")}
     for settings, key in ((DEFAULTS, "default"), (PUBLISHED, "kvswap")):
         row = cell["contenders"][key]
@@ -218,7 +218,7 @@ def shape_lines(cell: Result) -> Iterator[Line]:
             f"{cell['context']:,}, {cell['batch']}",
             f"{format_bytes(ours)} (1/{cell['kv_bytes_full'] / ours:.1f})",
             times[key],
-            full,
+            fastest_full(cell["contenders"]),
             None,
             None,
             others,

@@ -15,6 +15,7 @@ from kvswap_torch.config import SwapConfig
 from kvswap_torch.config.engine import flat_settings
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.native import cache_options
+from kvswap_torch.widths import KeyValueWidths
 
 Need = Callable[[SwapConfig], Mapping[str, int]]
 """Settings -> bytes by use, and their sum as "total"; never less for more rank, groups or pages.
@@ -24,7 +25,7 @@ As "least" the smallest budget that would hold its own total: write buffers grow
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class ModelShape(KeyValueWidths):
     """The part of a model that is kept on disk.
 
     Parameters
@@ -48,21 +49,6 @@ class ModelShape:
     element_bytes: int
     sides: int = 2
     value_dim: int = 0
-
-    @property
-    def value_width(self) -> int:
-        """Elements of one KV head's V of one token."""
-        return self.value_dim or self.head_dim
-
-    @property
-    def head_width(self) -> int:
-        """Elements of one KV head's K and V of one token."""
-        return self.head_dim + (self.sides - 1) * self.value_width
-
-    @property
-    def width(self) -> int:
-        """Elements of one token's K in one layer."""
-        return self.kv_heads * self.head_dim
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of K and V of `tokens` tokens in all layers, uncompressed."""

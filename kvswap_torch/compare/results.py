@@ -13,6 +13,7 @@ from typing import Any
 from kvswap_torch.compare.method import FULL
 from kvswap_torch.compare.statistics import bootstrap, paired
 from kvswap_torch.errors import ConfigError
+from kvswap_torch.whole_file import replace_text
 
 FORMAT, VERSION = "kvswap-compare", 1
 # What each run of a method has; the last three may be null.
@@ -139,9 +140,7 @@ def read(path: Path) -> Results:
 
 def write(path: Path, results: Results) -> None:
     """Replaces the file at once."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    new.replace(path)
+    replace_text(path, json.dumps(results, indent=1) + "\n")
 
 
 def _check(value: Any, names: Sequence[str], place: str) -> None:

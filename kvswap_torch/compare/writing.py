@@ -16,6 +16,7 @@ from kvswap_torch.compare.data import Question
 from kvswap_torch.compare.tasks import TASKS
 from kvswap_torch.errors import ConfigError
 from kvswap_torch.tuning.documents import draw_lines, lay_in, shipped_texts
+from kvswap_torch.whole_file import replace_text
 
 CHARACTERS_PER_TOKEN = 8  # more than any text has: what is too much is cut
 FACTS_SHARE_MAX = 0.8  # of a document's tokens; the rest is text
@@ -53,9 +54,7 @@ def write_questions(path: Path, asked: Asked, tokenizer: Any) -> None:
     for number in range(asked.documents):
         document, questions = write_document(asked, number, tokenizer)
         rows += [json.dumps(_row(document, question)) + "\n" for question in questions]
-    new = path.with_name(f".{path.name}.new")
-    new.write_text("".join(rows), encoding="utf-8")
-    new.replace(path)
+    replace_text(path, "".join(rows))
 
 
 def write_document(asked: Asked, number: int, tokenizer: Any) -> tuple[str, list[Question]]:

@@ -14,6 +14,7 @@ from kvswap_torch.config.engine import renamed
 from kvswap_torch.config.nested import OPTIONAL, PATHS
 from kvswap_torch.config.solution import ModelIdentity
 from kvswap_torch.errors import ConfigError
+from kvswap_torch.widths import KeyValueWidths
 
 __all__ = ["TOKENS", "Preset", "Shape", "Value"]
 
@@ -21,7 +22,7 @@ TOKENS = 1024  # attended by methods whose papers give a budget of tokens
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(KeyValueWidths):
     """What settings of a preset may follow from; the defaults are a Llama's of 8B parameters.
 
     Attributes
@@ -61,29 +62,19 @@ class Shape:
         return cls(**known, alignment_bytes=alignment_bytes)
 
     @property
-    def width(self) -> int:
-        """Numbers of one token's keys."""
-        return self.kv_heads * self.head_dim
-
-    @property
-    def _head_width(self) -> int:
-        """Numbers of a KV head and token, keys and values."""
-        return self.head_dim + (self.sides - 1) * (self.value_dim or self.head_dim)
-
-    @property
     def group_of_head(self) -> int:
         """Tokens of the smallest group of one KV head whose record fills half of what is read."""
-        return self._group_filling(self._head_width * self.element_bytes)
+        return self._group_filling(self.head_width * self.element_bytes)
 
     @property
     def group_of_bytes(self) -> int:
         """The same of all KV heads, in records of one byte a number; at least four tokens."""
-        return max(4, self._group_filling(self.kv_heads * self._head_width))
+        return max(4, self._group_filling(self.kv_heads * self.head_width))
 
     @property
     def group_of_half_bytes(self) -> int:
         """The same in records of four bits a number: 8 to 64 tokens, which share a mean."""
-        return min(64, max(8, self._group_filling(max(1, self.kv_heads * self._head_width // 2))))
+        return min(64, max(8, self._group_filling(max(1, self.kv_heads * self.head_width // 2))))
 
     def _group_filling(self, token_bytes: int) -> int:
         return -(-((self.alignment_bytes + 1) // 2) // token_bytes)

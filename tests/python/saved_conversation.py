@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from kvswap_torch import KVSwapCache
 from tests.python.tiny_models import TIGHT, forward, greedy, prompt
@@ -36,3 +37,29 @@ def beams_are_equal(model, caches: tuple[KVSwapCache, ...]) -> None:
         token = prompt(2, 1, seed=step)["input_ids"]
         one, other = (forward(model, token, each) for each in caches)
         assert torch.equal(one, other)
+
+
+def swapped_three_ways(model, folder: Path) -> tuple[torch.Tensor, KVSwapCache]:
+    """A cache of two rows, a fork and the saved one swap their rows, and answer alike to the bit.
+
+    The logits of 9 more tokens, and the cache that was opened, which is closed by now. In the end
+    each is reset, and answers another text as the full cache does.
+    """
+    inputs, follow = prompt(2, 44, padding=(0, 5)), prompt(2, 9, seed=3)["input_ids"]
+    mask = nn.functional.pad(inputs["attention_mask"], (0, 9), value=1)
+    anew = inputs["input_ids"][:1, :20]
+    with KVSwapCache(model, folder, TIGHT) as cache:
+        forward(model, inputs["input_ids"], cache, attention_mask=inputs["attention_mask"])
+        cache.save(folder / "saved")
+        fork = cache.fork()
+        opened = KVSwapCache.open(model, folder / "saved", path=folder)
+        answers = []
+        for each in (cache, fork, opened):
+            with each:
+                each.reorder_cache(torch.tensor([1, 0]))
+                answers.append(forward(model, follow, each, attention_mask=mask[[1, 0]]))
+                each.reset()
+                torch.testing.assert_close(forward(model, anew, each), forward(model, anew, None))
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+    assert "passed" in opened.driver.probe
+    return answers[0], opened

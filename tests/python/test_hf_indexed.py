@@ -22,6 +22,7 @@ from kvswap_torch import (
 )
 from kvswap_torch.hf import indexed, key_probe
 from tests.python import every_model
+from tests.python.saved_conversation import swapped_three_ways
 from tests.python.test_session import HEAD_DIM, KV_HEADS, Twins, options
 from tests.python.tiny_models import COVERING, TIGHT, forward, greedy, has_native, prompt
 
@@ -142,22 +143,8 @@ def test_saved_forked_reordered_and_reset(family, tmp_path):
     forward(model, inputs["input_ids"], plain, attention_mask=inputs["attention_mask"])
     plain.reorder_cache(torch.tensor([1, 0]))
     expected = forward(model, follow, plain, attention_mask=mask[[1, 0]])
-    with KVSwapCache(model, tmp_path, TIGHT) as cache:
-        forward(model, inputs["input_ids"], cache, attention_mask=inputs["attention_mask"])
-        cache.save(tmp_path / "saved")
-        fork = cache.fork()
-        opened = KVSwapCache.open(model, tmp_path / "saved", path=tmp_path)
-        answers = []
-        for each in (cache, fork, opened):
-            with each:
-                each.reorder_cache(torch.tensor([1, 0]))
-                answers.append(forward(model, follow, each, attention_mask=mask[[1, 0]]))
-                each.reset()
-                ids = inputs["input_ids"][:1, :20]
-                torch.testing.assert_close(forward(model, ids, each), forward(model, ids, None))
-    torch.testing.assert_close(answers[0], expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
-    assert "passed" in opened.driver.probe
+    answer, _ = swapped_three_ways(model, tmp_path)
+    torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -20,6 +20,7 @@ from kvswap_torch.hf.latent import Latent
 from kvswap_torch.preset import PRESETS
 from kvswap_torch.tuning.observe import Calibrator
 from tests.python import every_model
+from tests.python.saved_conversation import swapped_three_ways
 from tests.python.test_hf_selection import conversation
 from tests.python.tiny_models import COVERING, SMALL, TIGHT, forward, greedy, has_native, prompt
 from tests.selections import assert_same_choice
@@ -141,27 +142,7 @@ def test_to_and_from_a_cache_in_memory(deepseek, tmp_path):
 
 
 def test_saved_forked_reordered_and_reset(deepseek, tmp_path):
-    inputs = prompt(2, 44, padding=(0, 5))
-    follow = prompt(2, 9, seed=3)["input_ids"]
-    mask = nn.functional.pad(inputs["attention_mask"], (0, 9), value=1)
-    with KVSwapCache(deepseek, tmp_path, TIGHT) as cache:
-        forward(deepseek, inputs["input_ids"], cache, attention_mask=inputs["attention_mask"])
-        cache.save(tmp_path / "saved")
-        fork = cache.fork()
-        opened = KVSwapCache.open(deepseek, tmp_path / "saved", path=tmp_path)
-        answers = []
-        for each in (cache, fork, opened):
-            with each:
-                each.reorder_cache(torch.tensor([1, 0]))
-                swapped = {"attention_mask": mask[[1, 0]]}
-                answers.append(forward(deepseek, follow, each, **swapped))
-                each.reset()
-                ids = inputs["input_ids"][:1, :20]
-                torch.testing.assert_close(
-                    forward(deepseek, ids, each), forward(deepseek, ids, None)
-                )
-    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
-    assert "passed" in opened.driver.probe
+    swapped_three_ways(deepseek, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -22,6 +22,7 @@ from kvswap_torch.hf.saved_checks import check_values
 from kvswap_torch.hf.unloaded import plan_cache
 from tests.python import every_model
 from tests.python.narrow_llama import narrow_llama
+from tests.python.saved_conversation import swapped_three_ways
 from tests.python.tiny_models import COVERING, TIGHT, forward, greedy, has_native, prompt
 
 pytestmark = [
@@ -140,21 +141,7 @@ def test_logits_are_those_of_padded_records(name, tmp_path, monkeypatch):
 
 
 def test_saved_forked_and_reordered(model, tmp_path):
-    inputs = prompt(2, 44, padding=(0, 5))
-    follow = prompt(2, 9, seed=3)["input_ids"]
-    mask = nn.functional.pad(inputs["attention_mask"], (0, 9), value=1)
-    with KVSwapCache(model, tmp_path, TIGHT) as cache:
-        forward(model, inputs["input_ids"], cache, attention_mask=inputs["attention_mask"])
-        cache.save(tmp_path / "saved")
-        fork = cache.fork()
-        opened = KVSwapCache.open(model, tmp_path / "saved", path=tmp_path)
-        answers = []
-        for each in (cache, fork, opened):
-            with each:
-                each.reorder_cache(torch.tensor([1, 0]))
-                answers.append(forward(model, follow, each, attention_mask=mask[[1, 0]]))
-    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
-    assert "passed" in opened.driver.probe
+    _, opened = swapped_three_ways(model, tmp_path)
     assert opened.parts.shape.value_dim == opened.parts.value_dim
 
 

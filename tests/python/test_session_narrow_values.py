@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kvswap_torch import _C
+from tests.python.session_pair import SessionPair
 from tests.python.test_session import native, options
 
 LAYERS, HEADS, KV_HEADS = 2, 6, 2
@@ -49,27 +50,14 @@ def opened(directory, value_dim: int, dtype: torch.dtype, **changes) -> _C.Tenso
     return native(options(directory, **sizes, value_dim=value_dim, dtype=dtype, **changes))
 
 
-class Pair:
-    """The same calls to both; a method that is not told apart here is one of either session."""
+class Pair(SessionPair):
+    """Of narrow values, and of those with zeros behind."""
 
     def __init__(self, directory, dtype: torch.dtype, changes: dict):
-        self.sessions = [opened(directory, dim, dtype, **changes) for dim in (NARROW, 0)]
-        self.dtype = dtype
-        self.generator = torch.Generator().manual_seed(7)
-        if changes.get("ranks", [16]):
-            width = WIDE if changes.get("heads") == "each" else KV_HEADS * WIDE
-            rows = width * (KV_HEADS if changes.get("heads") == "each" else 1)
-            for layer in range(LAYERS):
-                if layer not in changes.get("exact_layers", []):
-                    pair = [self.random(rows, 16).float() for _ in range(2)]
-                    self.all("set_projection", layer, *pair)
-
-    def random(self, *shape: int) -> torch.Tensor:
-        return (0.3 * torch.randn(shape, generator=self.generator)).to(self.dtype)
-
-    def all(self, name: str, *arguments) -> None:
-        for session in self.sessions:
-            getattr(session, name)(*arguments)
+        super().__init__(
+            [opened(directory, dim, dtype, **changes) for dim in (NARROW, 0)], dtype, 7
+        )
+        self.project(LAYERS, KV_HEADS * WIDE, changes)
 
     def forward(self, batch: int, tokens: int, valid: torch.Tensor | None = None) -> None:
         self.all("begin_pass", "prefill" if tokens > 4 else "decode", valid)
@@ -82,13 +70,11 @@ class Pair:
             narrow, wide = self.sessions
             one = narrow.extend(layer, query, keys, values, 0.2)
             two = wide.extend(layer, query, keys, F.pad(values, (0, WIDE - NARROW)), 0.2)
-            if valid is not None:
-                one, two = (torch.where(valid[..., None, None], out, 0.0) for out in (one, two))
+            one, two = self.of_valid(valid, one, two)
             assert one.shape == (batch, tokens, HEADS, NARROW)
             assert torch.equal(one, two[..., :NARROW]), (layer, tokens)
             assert not two[..., NARROW:].any()
-            chosen = [session.last_selection(layer) for session in self.sessions]
-            assert chosen[0] == chosen[1]
+            self.expect_same_choice(layer)
 
     def compare_contents(self, begin: int, end: int) -> None:
         for layer in range(LAYERS):
@@ -113,7 +99,7 @@ def test_as_with_zeros_behind(method, dtype, tmp_path):
     pair.forward(2, 90, valid)
     for tokens in (1, 3, 1, 40, 1, 2, *(rng.choice([1, 1, 2, 9]) for _ in range(8))):
         pair.forward(2, tokens)
-    pair.sessions = [session.fork() for session in pair.sessions]
+    pair.fork()
     pair.forward(2, 1)
     if "clusters" not in method:
         pair.all("crop", 120)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvswap_torch import _C
+from tests.python.session_pair import SessionPair
 from tests.python.test_session import native, options
 
 HEADS, LAYERS = 6, 2
@@ -33,25 +34,14 @@ def opened(directory, sides: int, dim: int, dtype: torch.dtype, **changes) -> _C
     return native(options(directory, **sizes, sides=sides, dtype=dtype, **changes))
 
 
-class Pair:
-    """The same calls to both; a method that is not told apart here is one of either session."""
+class Pair(SessionPair):
+    """Of one side, and of two that are the same."""
 
     def __init__(self, directory, dim: int, dtype: torch.dtype, changes: dict):
-        self.sessions = [opened(directory, sides, dim, dtype, **changes) for sides in (1, 2)]
-        self.dim, self.dtype = dim, dtype
-        self.generator = torch.Generator().manual_seed(dim)
-        if changes.get("ranks", [16]):
-            for layer in range(LAYERS):
-                if layer not in changes.get("exact_layers", []):
-                    pair = [self.random(dim, 16).float() for _ in range(2)]
-                    self.all("set_projection", layer, *pair)
-
-    def random(self, *shape: int) -> torch.Tensor:
-        return (0.3 * torch.randn(shape, generator=self.generator)).to(self.dtype)
-
-    def all(self, name: str, *arguments) -> None:
-        for session in self.sessions:
-            getattr(session, name)(*arguments)
+        sessions = [opened(directory, sides, dim, dtype, **changes) for sides in (1, 2)]
+        super().__init__(sessions, dtype, seed=dim)
+        self.dim = dim
+        self.project(LAYERS, dim, changes)
 
     def forward(self, batch: int, tokens: int, valid: torch.Tensor | None = None) -> None:
         self.all("begin_pass", "prefill" if tokens > 4 else "decode", valid)
@@ -60,12 +50,9 @@ class Pair:
             query = self.random(batch, HEADS, tokens, self.dim)
             if layer:
                 self.all("look_ahead", layer, query)
-            one, two = (s.extend(layer, query, keys, keys, 0.2) for s in self.sessions)
-            if valid is not None:
-                one, two = (torch.where(valid[..., None, None], out, 0.0) for out in (one, two))
-            assert torch.equal(one, two), (layer, tokens)
-            chosen = [session.last_selection(layer) for session in self.sessions]
-            assert chosen[0] == chosen[1]
+            outputs = [each.extend(layer, query, keys, keys, 0.2) for each in self.sessions]
+            assert torch.equal(*self.of_valid(valid, *outputs)), (layer, tokens)
+            self.expect_same_choice(layer)
 
 
 # A tiny latent in fp32 for every method, DeepSeek's in what models are in.
@@ -94,7 +81,7 @@ def test_as_with_keys_for_values(method, dtype, dim, tmp_path):
     assert all(torch.equal(each, keys[1][0]) for each in (*keys[0], keys[1][1]))
     one, two = (session.counters()["bytes_written"] for session in pair.sessions)
     assert 0 < one <= 0.6 * two
-    pair.sessions = [session.fork() for session in pair.sessions]
+    pair.fork()
     for tokens in (1, 2, 1):
         pair.forward(2 if method == "clusters" else 3, tokens)
 
