@@ -9,6 +9,7 @@ import torch
 
 from kvswap_torch.chunks import Pass
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.hf.session import Session
 from kvswap_torch.hf.token_notes import TokenNotes
 from kvswap_torch.hf.valued_session import ValuedSession
 from kvswap_torch.plug_ins import TokenScores, check_room, named
@@ -31,7 +32,7 @@ class AttendedSession(ValuedSession):
 
     def __init__(
         self,
-        session: Any,
+        session: Session,
         plug_in: TokenScores,
         config: SwapConfig,
         room: int | None,
@@ -50,7 +51,7 @@ class AttendedSession(ValuedSession):
         self._check_room(layer, keys)
         super().append(layer, keys, values)
 
-    def attend(self, layer, query, scale: float, *terms) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, scale: float, *terms: Any) -> torch.Tensor:
         if not self._is_seen(layer):
             return super().attend(layer, query, scale, *terms)
         output, weights = self._session.attend_weighed(layer, query, scale, *terms)
@@ -58,7 +59,15 @@ class AttendedSession(ValuedSession):
         self._see(layer, weights, weights.shape[2] - query.shape[2])
         return output
 
-    def extend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
+    def extend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        *terms: Any,
+    ) -> torch.Tensor:
         if self._is_seen(layer):
             self.append(layer, keys, values)
             return self.attend(layer, query, scale, *terms)

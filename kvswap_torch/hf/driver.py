@@ -8,7 +8,6 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ from kvswap_torch.hf.no_gradient import NoGradient
 from kvswap_torch.hf.padding import Padding
 from kvswap_torch.hf.plug_ins import PlugIns
 from kvswap_torch.hf.rotary import rotary_channels
+from kvswap_torch.hf.session import ScoreTerms, Session
 from kvswap_torch.hf.settings import Budget, FirstPass, ready_for, settle
 from kvswap_torch.projection import Pair
 
@@ -51,6 +51,7 @@ class SessionDriver:
     Thread rules: as the session's, one thread at a time.
     """
 
+    session: Session  # the one that is open; a closed one stays, to raise ClosedError
     first_pass: FirstPass | None = None  # that the settings were chosen for
     probe = ""  # of an opened saved cache: whether it was compared with the model
     preset = ""  # that it was opened with
@@ -95,7 +96,6 @@ class SessionDriver:
         self._held = 0  # sequences when the pass began
         self._longest = 0  # positions that there were when any key was made, as far as is known
         self._owner_pid, self.is_open = os.getpid(), True
-        self.session: Any = None
         self._open(None)
         self.plug_ins.belong_to(self)
 
@@ -108,18 +108,19 @@ class SessionDriver:
 
         config = self._need.search(settled)
         unlimited = self.budget.kv_memory_bytes is None
-        if self.session is not None and unlimited and config == self.config:
+        before = vars(self).get("session")  # none while the cache is made
+        if before is not None and unlimited and config == self.config:
             return  # the first pass changes nothing
         self.plug_ins.open(config, self.parts)
         beside = self._need.beside(config, *ready_for(self.budget, first))
         options = self._need.options(config, sum(beside.values()))
         if config.predicts:
             self._predictor.build()
-        session = session_module.open_session(options)
+        session: Session = session_module.open_session(options)
         room = None if self.budget.kv_memory_bytes is None else beside["plug_in"]
         session = self.plug_ins.wrap(session, config, room, lambda: self.padding)
-        if self.session is not None:
-            self.session.close()
+        if before is not None:
+            before.close()
         self._hold(session, config, options["ranks"])
         if not self.is_open:  # another thread has closed what was there before
             session.close()
@@ -134,7 +135,7 @@ class SessionDriver:
                 key, query = (matrix[:, : self.ranks[layer]].contiguous() for matrix in pair)
                 session.set_projection(layer, key, query)
 
-    def _hold(self, session: Any, config: SwapConfig, ranks: list[int]) -> None:
+    def _hold(self, session: Session, config: SwapConfig, ranks: list[int]) -> None:
         """A session that is open, with its settings."""
         self.session, self.config, self.ranks = session, config, ranks
         self.estimates.serve(session, config)
@@ -262,10 +263,10 @@ class SessionDriver:
     def attend(
         self,
         layer: int,
-        query,
-        keys,
-        values,
-        terms,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        terms: ScoreTerms,
         choice: indexed.Choice | None = None,
         expansion: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -277,7 +278,7 @@ class SessionDriver:
         """
         query_, keys, values = _own_types(self.parts, query, keys, values)
         with torch.no_grad(), ExplainedGrowth(self, layer, keys.shape[2]):
-            if expansion is not None:
+            if expansion is not None and self.parts.latent is not None:
                 unrotated, weight = self.parts.latent.unrotated, expansion.to(self.parts.dtype)
                 arguments = (layer, query_, weight, unrotated, keys)
                 output = self.session.extend_expanded(*arguments, *terms)
@@ -366,8 +367,7 @@ class SessionDriver:
     def close(self) -> None:
         """Frees file and memory. Idempotent."""
         self.refuse()  # the session stays, to raise ClosedError in another thread's pass
-        if self.session is not None:
-            self.session.close()
+        self.session.close()
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 import torch
 
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.config.engine import engine_value
 from kvswap_torch.errors import UnsupportedModelError
+from kvswap_torch.hf.session import Session
 from kvswap_torch.projection import Pair, from_chunk, of_keys_alone
 
 logger = logging.getLogger("kvswap_torch")
@@ -33,7 +33,7 @@ class Estimates:
         self.seconds = 0.0
         self._before: dict[int, str] = {}  # the pass under way
 
-    def serve(self, session: Any, config: SwapConfig) -> None:
+    def serve(self, session: Session, config: SwapConfig) -> None:
         """From now on this session asks here."""
         self._config = config
         session.set_estimate(self._estimate)

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from kvswap_torch.config import Summary, SwapConfig
 from kvswap_torch.errors import BudgetError, ConfigError, UnsupportedModelError
 from kvswap_torch.hf.layer import DiskLayer, from_elsewhere, refuse_options
-from kvswap_torch.hf.session import ScoreTerms
+from kvswap_torch.hf.session import ScoreTerms, Session
 
 if TYPE_CHECKING:
     from kvswap_torch.hf.driver import SessionDriver
@@ -179,7 +179,7 @@ def group_scores(positions: list[list[int]], groups: int, config: SwapConfig) ->
 
 
 def attend(
-    session: Any,
+    session: Session,
     config: SwapConfig,
     layer: int,
     query: torch.Tensor,
@@ -203,7 +203,7 @@ def attend(
 
 
 def attend_streamed(
-    session: Any, layer: int, query: torch.Tensor, terms: ScoreTerms, chosen: torch.Tensor
+    session: Session, layer: int, query: torch.Tensor, terms: ScoreTerms, chosen: torch.Tensor
 ) -> torch.Tensor:
     """Exact attention over the chosen positions, of all that the layer holds.
 

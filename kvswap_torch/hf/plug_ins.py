@@ -13,6 +13,7 @@ from kvswap_torch.hf.attended_session import AttendedSession
 from kvswap_torch.hf.families import ModelParts
 from kvswap_torch.hf.padding import Padding
 from kvswap_torch.hf.scored_session import ScoredSession
+from kvswap_torch.hf.session import Session
 from kvswap_torch.hf.valued_session import ValuedSession
 from kvswap_torch.plug_ins import (
     CacheShape,
@@ -130,8 +131,8 @@ class PlugIns:
                 plug_in.open(shape)
 
     def wrap(
-        self, session: Any, config: SwapConfig, room: int | None, padding: Callable[[], Padding]
-    ) -> Any:
+        self, session: Session, config: SwapConfig, room: int | None, padding: Callable[[], Padding]
+    ) -> Session:
         """The session, asking them; arguments as `ScoredSession`'s."""
         if self.token_scores is not None:
             asked = (session, self.token_scores, config)

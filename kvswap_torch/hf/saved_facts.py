@@ -16,6 +16,7 @@ from kvswap_torch.errors import CorruptionError
 from kvswap_torch.few_bits import BITS
 
 if TYPE_CHECKING:
+    from kvswap_torch._C import SavedCache
     from kvswap_torch.hf.families import ModelParts
 
 _DIGITS = re.compile(r"[0-9a-f]{16}")
@@ -76,7 +77,7 @@ def check_layers(facts: dict[str, Any], parts: ModelParts, path: str) -> None:
     )
 
 
-def tensors_of(folder: Any) -> dict[str, torch.Tensor]:
+def tensors_of(folder: SavedCache) -> dict[str, torch.Tensor]:
     """What Python keeps beside the session, of the right shapes.
 
     Raises

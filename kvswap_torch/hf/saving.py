@@ -33,12 +33,14 @@ from kvswap_torch.hf.saved_checks import (
     warn_of_readers,
 )
 from kvswap_torch.hf.saved_facts import tensors_of
+from kvswap_torch.hf.session import Session
 from kvswap_torch.hf.settings import Budget, budget_of
 from kvswap_torch.hf.trial import try_attention
 from kvswap_torch.hf.weights_digest import weights_of
 from kvswap_torch.saved_path import named, text_of
 
 if TYPE_CHECKING:
+    from kvswap_torch._C import CacheOptions, SavedCache, TensorCache
     from kvswap_torch.hf.cache import KVSwapCache
 
 
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 class Start:
     """What a cache goes on from, beside its session's own content."""
 
-    session: Any
+    session: Session
     config: SwapConfig
     ranks: list[int]
     calibrated: bool
@@ -221,7 +223,7 @@ class Saving:
         config = _config_of(folder, parts)
         memory = budget.kv_memory_bytes
 
-        def opened(beside: int) -> tuple[Any, Any]:
+        def opened(beside: int) -> tuple[CacheOptions, TensorCache]:
             beside += parts.index_bytes(max_batch or folder.sequences, max_context or folder.tokens)
             left = None if memory is None else max(1, memory - beside)
             options = folder.options(text_of(path), left, max_context, max_batch, timeline_spans)
@@ -364,7 +366,7 @@ def _restore_layers(cache: KVSwapCache, facts: dict, tensors: dict, path: str) -
         raise CorruptionError(f"open: {path} must hold this model's layers: {error}") from error
 
 
-def _config_of(folder: Any, parts: ModelParts) -> SwapConfig:
+def _config_of(folder: SavedCache, parts: ModelParts) -> SwapConfig:
     """A saved cache's.
 
     Raises
@@ -381,7 +383,7 @@ def _config_of(folder: Any, parts: ModelParts) -> SwapConfig:
     return config
 
 
-def _settings_of(folder: Any) -> dict[str, Any]:
+def _settings_of(folder: SavedCache) -> dict[str, Any]:
     """A `SwapConfig`'s arguments; a manifest of version 1 has those of a config of version 1."""
     manifest = json.loads(folder.manifest)
     settings = manifest["settings"]

@@ -12,12 +12,13 @@ import torch
 from kvswap_torch.chunks import Pass
 from kvswap_torch.config import SwapConfig
 from kvswap_torch.hf.padding import Padding
+from kvswap_torch.hf.session import Session, WrappedSession
 from kvswap_torch.plug_ins import GroupScores, check_room, flat_numbers, named, told_bytes
 
 TOLD_ANEW_TOKENS = 1024  # at once, so that little memory is needed beside the budget
 
 
-class ScoredSession:
+class ScoredSession(WrappedSession):
     """A session that asks a plug-in before each choice, and tells it what is sealed.
 
     Where a call that changes what the plug-in holds ends in an exception, nobody knows what it
@@ -41,13 +42,13 @@ class ScoredSession:
 
     def __init__(
         self,
-        session: Any,
+        session: Session,
         plug_in: GroupScores,
         config: SwapConfig,
         room: int | None,
         padding: Callable[[], Padding],
     ):
-        self._session = session
+        super().__init__(session)
         self._plug_in = plug_in
         self._config = config
         self._room = room
@@ -55,9 +56,6 @@ class ScoredSession:
         self._told: dict[int, int] = {}  # tokens of a layer that the plug-in has seen
         self._is_known = True  # what the plug-in holds
         self._pass: Pass = "prefill"  # until it is said
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
 
     # What a forward pass calls.
 
@@ -83,7 +81,7 @@ class ScoredSession:
         if sealing is not None:
             self._tell(layer, *sealing)
 
-    def attend(self, layer, query, scale: float, *terms) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, scale: float, *terms: Any) -> torch.Tensor:
         if self._session.needs_scores(layer, query.shape[2]):
             self._give(layer, query, scale)
         sealing = self._sealing(layer, None)
@@ -91,7 +89,15 @@ class ScoredSession:
         self._tell(layer, *sealing)
         return output
 
-    def extend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
+    def extend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        *terms: Any,
+    ) -> torch.Tensor:
         if self._pass == "decode" and not self._config.is_exact(layer):
             self.append(layer, keys, values)
             return self.attend(layer, query, scale, *terms)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -17,7 +17,24 @@ from kvswap_torch.projection import Pair
 from kvswap_torch.projection_file import load_projections
 from kvswap_torch.sizing import effective_ranks
 
+if TYPE_CHECKING:
+    from kvswap_torch._C import TensorCache
+
 ALIGNMENT_OF_MEMORY = 512  # of records that stand there
+
+
+class WrappedSession:
+    """A session that asks a plug-in, too; what it does not have of its own is the session's."""
+
+    def __init__(self, session: Session):
+        self._session = session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+Session: TypeAlias = "TensorCache | WrappedSession"
+"""What a cache keeps its tokens in."""
 
 
 class ScoreTerms(NamedTuple):
@@ -72,8 +89,8 @@ def projections_of(config: SwapConfig | None, parts: ModelParts) -> list[Pair] |
     return local_projections(pairs, parts.disk_everywhere, parts.placement)
 
 
-def open_session(options: dict[str, Any]) -> Any:
-    """A `kvswap_torch._C.TensorCache` with these options."""
+def open_session(options: dict[str, Any]) -> TensorCache:
+    """One of the C++ engine, with these options."""
     from kvswap_torch import _C
 
     return _C.TensorCache(cache_options(**options))

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from kvswap_torch.config import SwapConfig
+from kvswap_torch.hf.session import Session, WrappedSession
 from kvswap_torch.plug_ins import TokenScores, Worth, flat_numbers, named
 
 
-class ValuedSession:
+class ValuedSession(WrappedSession):
     """Tells a session what each appended token is worth, once it has been attended.
 
     Parameters
@@ -24,15 +25,12 @@ class ValuedSession:
         The session's settings.
     """
 
-    def __init__(self, session: Any, plug_in: TokenScores, config: SwapConfig):
-        self._session = session
+    def __init__(self, session: Session, plug_in: TokenScores, config: SwapConfig):
+        super().__init__(session)
         self._plug_in = plug_in
         self._config = config
         # Of a layer: the first position, keys and values of what nobody has attended yet.
         self._waiting: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
 
     def look_ahead(self, layer: int, query: torch.Tensor, *terms: Any) -> None:
         self._settle(layer)
@@ -48,12 +46,20 @@ class ValuedSession:
         self._session.append(layer, keys, values)
         self._waiting[layer] = first, keys, values
 
-    def attend(self, layer, query, scale: float, *terms) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, scale: float, *terms: Any) -> torch.Tensor:
         output = self._session.attend(layer, query, scale, *terms)
         self._settle(layer, query)
         return output
 
-    def extend(self, layer, query, keys, values, scale: float, *terms) -> torch.Tensor:
+    def extend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        *terms: Any,
+    ) -> torch.Tensor:
         self._settle(layer)
         output = self._session.extend(layer, query, keys, values, scale, *terms)
         self._value(layer, query, keys, values)
@@ -61,10 +67,10 @@ class ValuedSession:
 
     def crop(self, positions: int) -> None:
         self._session.crop(positions)
-        for layer, (first, *tokens) in list(self._waiting.items()):
-            left = [part[:, :, : max(0, positions - first)] for part in tokens]
-            if left[0].shape[2]:
-                self._waiting[layer] = first, *left
+        for layer, (first, keys, values) in list(self._waiting.items()):
+            left = max(0, positions - first)
+            if left:
+                self._waiting[layer] = first, keys[:, :, :left], values[:, :, :left]
             else:
                 del self._waiting[layer]
 
@@ -83,7 +89,9 @@ class ValuedSession:
             self._value(layer, query, *self._waiting[layer][1:])
             del self._waiting[layer]
 
-    def _value(self, layer: int, query, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _value(
+        self, layer: int, query: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
         if self._config.is_exact(layer):
             return
         with torch.no_grad(), named("token_scores", f"worth in layer {layer}"):
