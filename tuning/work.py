@@ -23,6 +23,7 @@ from kvswap_torch.tuning.choices import Choices, Recorded
 from kvswap_torch.tuning.costs import layers_ahead
 from kvswap_torch.tuning.settings import prediction_losses, true_query_layers
 from kvswap_torch.version import __version__
+from kvswap_torch.whole_file import replace_text
 
 FINGERPRINT_ELEMENTS = 4096  # of each parameter
 
@@ -60,10 +61,9 @@ class WorkFolder:
 
     def save(self, name: str, key: str, data: Any) -> None:
         """Replaces what was there."""
-        partial = self.folder / f"{name}.json.partial"
         date = datetime.date.today().isoformat()
-        partial.write_text(json.dumps({"key": key, "date": date, "data": data}, indent=1) + "\n")
-        partial.replace(self.folder / f"{name}.json")
+        text = json.dumps({"key": key, "date": date, "data": data}, indent=1) + "\n"
+        replace_text(self.folder / f"{name}.json", text)
 
     def date(self, name: str) -> str | None:
         """When it was measured."""

@@ -131,25 +131,20 @@ def exactness(answer: dict[str, Any]) -> float:
     return float(answer["exact"])
 
 
+def _answers(line: dict[str, Any], tasks: Sequence[str]) -> list[dict[str, Any]]:
+    """Those of these tasks in a document."""
+    chosen = [sample for sample in line["samples"] if sample["task"] in tasks]
+    return [answer for sample in chosen for answer in sample["answers"]]
+
+
 def values(line: dict[str, Any], tasks: Sequence[str], of: Value) -> list[float]:
-    """One number for each answer of these tasks in a document."""
-    return [
-        of(answer)
-        for sample in line["samples"]
-        if sample["task"] in tasks
-        for answer in sample["answers"]
-    ]
+    """One number for each answer."""
+    return [of(answer) for answer in _answers(line, tasks)]
 
 
 def _by_token(line: dict[str, Any], tasks: Sequence[str], of: Value) -> list[float]:
     """As `values`, an answer counting as often as it has tokens."""
-    return [
-        of(answer)
-        for sample in line["samples"]
-        if sample["task"] in tasks
-        for answer in sample["answers"]
-        for _ in range(answer["tokens"])
-    ]
+    return [of(answer) for answer in _answers(line, tasks) for _ in range(answer["tokens"])]
 
 
 def _kept(line: dict[str, Any], full: dict[str, Any], tasks: Sequence[str]) -> list[float]:
