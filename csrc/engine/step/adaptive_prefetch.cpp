@@ -15,7 +15,12 @@ void AdaptivePrefetch::observe(int64_t layer, bool has_predicted, double seconds
   Layer& one = layers_[layer];
   average(has_predicted ? one.seconds_with : one.seconds_without, seconds);
   ++one.steps;
-  if (one.is_on_trial && one.steps == kTrialSteps) {
+  one.predicted_steps = has_predicted ? one.predicted_steps + 1 : 0;
+  const bool is_in_vain = one.hit_share >= 0 && one.hit_share < kHitShareLeast;
+  if (is_in_vain && one.predicted_steps >= kStepsInVain) {
+    one.predicts = one.is_on_trial = false;
+    one.steps = 0;
+  } else if (one.is_on_trial && one.steps == kTrialSteps) {
     const bool was = !one.predicts;  // before the trial
     const double usual = was ? one.seconds_with : one.seconds_without;
     const double tried = was ? one.seconds_without : one.seconds_with;
@@ -29,6 +34,7 @@ void AdaptivePrefetch::observe(int64_t layer, bool has_predicted, double seconds
     one.steps = 0;
     // What was tried last was another time.
     (one.predicts ? one.seconds_with : one.seconds_without) = -1;
+    if (one.predicts) one.hit_share = -1;
   }
 }
 

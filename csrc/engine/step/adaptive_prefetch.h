@@ -12,13 +12,17 @@ namespace kvswap {
 /// A layer predicts at first. Now and then it does a few steps the other way, and goes on in the
 /// way that takes less time. What is compared are averages over steps, the newest counting most, of
 /// what the caller spent on the prediction (its query, its scores, its plan) and on waiting for the
-/// layer's reads. The moments of these trials depend on the number of the layer's steps alone.
-/// Not thread-safe.
+/// layer's reads. A prediction that reads mostly in vain is left sooner, so that a slow disk does
+/// not read twice until a trial ends. The moments of trials depend on the number of the layer's
+/// steps, and on what was selected. Not thread-safe.
 class AdaptivePrefetch {
  public:
   static constexpr int64_t kStepsToFirstTrial = 8;
   static constexpr int64_t kStepsBetweenTrials = 128;
   static constexpr int64_t kTrialSteps = 8;
+  /// Of groups that were prefetched so many must be chosen, or the layer stops at so many steps.
+  static constexpr double kHitShareLeast = 0.25;
+  static constexpr int64_t kStepsInVain = 2;
 
   struct Counts {
     uint64_t hits = 0;     // groups read before the layer chose them
@@ -45,6 +49,7 @@ class AdaptivePrefetch {
     bool predicts = true;
     bool is_on_trial = false;
     int64_t steps = kStepsBetweenTrials - kStepsToFirstTrial;  // since a trial began or ended
+    int64_t predicted_steps = 0;                               // since it last did not predict
     double seconds_with = -1;
     double seconds_without = -1;
     double hit_share = -1;

@@ -462,6 +462,21 @@ TEST_F(AdaptivePrefetchTest, AnEqualWayIsNotTaken) {
   }
 }
 
+TEST_F(AdaptivePrefetchTest, StopsAtOnceWhereItReadsInVain) {
+  const auto step = [&](uint64_t hits, uint64_t wasted) {
+    adaptive_.count(0, {.hits = hits, .wasted = wasted});
+    adaptive_.observe(0, true, 0.001);
+    return adaptive_.predicts(0);
+  };
+  EXPECT_TRUE(step(1, 9)) << "one step may be chance";
+  EXPECT_FALSE(step(1, 9));
+  EXPECT_EQ(steps_to_change(adaptive_, 0.001, 0.002, 500), kBetween) << "a trial";
+  EXPECT_TRUE(step(6, 4)) << "what was before the trial does not count";
+  EXPECT_TRUE(step(6, 4));
+  while (adaptive_.hit_share(0) > AdaptivePrefetch::kHitShareLeast) step(0, 9);
+  EXPECT_FALSE(adaptive_.predicts(0)) << "however well it began";
+}
+
 TEST_F(AdaptivePrefetchTest, WithoutAPredictorNothingIsDecided) {
   for (int step = 0; step < 1000; ++step) adaptive_.observe(0, false, 0.001);
   AdaptivePrefetch::Counts counts;
