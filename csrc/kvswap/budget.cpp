@@ -254,12 +254,13 @@ struct Division {
 class Divider {
  public:
   Divider(const Request& request, const ModelShape& shape, const Settings& settings,
-          const Need& need, bool on_device)
+          const Need& need, bool on_device, std::optional<int64_t> rank_max)
       : request_(request),
         shape_(shape),
         settings_(settings),
         need_(need),
-        tables_(missed_by_rows(on_device)) {}
+        tables_(missed_by_rows(on_device)),
+        rank_max_(rank_max) {}
 
   Uses need_of(const Settings& candidate) const {
     return need_(candidate, request_.batch, request_.context);
@@ -284,6 +285,8 @@ class Divider {
     for (const auto& [dtype, by_columns] : tables_) {
       if (best.missed < 0) break;  // exact already
       for (const MissedByColumns& by : by_columns) {
+        if (rank_max_ && rank_of(by.columns) > std::max(*rank_max_, rank_of(by_columns[0].columns)))
+          break;
         const auto of = [&, dtype = dtype](int64_t groups) {
           return with(dtype, by.columns, groups, resident_layers);
         };
@@ -306,12 +309,16 @@ class Divider {
   }
 
  private:
+  int64_t rank_of(int64_t columns) const {
+    const int64_t width = row_width(settings_, shape_.kv_heads, shape_.head_dim);
+    return std::max<int64_t>(1, std::min(columns, width) / 2);
+  }
+
   Settings with(const char* dtype, int64_t columns, int64_t groups,
                 std::optional<int64_t> resident_layers) const {
-    const int64_t width = row_width(settings_, shape_.kv_heads, shape_.head_dim);
     Settings chosen = settings_;
     chosen.summary_dtype = dtype;
-    chosen.rank = std::max<int64_t>(1, std::min(columns, width) / 2);
+    chosen.rank = std::min(rank_of(columns), rank_max_.value_or(columns));
     chosen.groups_max = groups;
     chosen.pages_max = std::max(groups, settings_.select_queries_max);
     chosen.resident_layers = resident_layers;
@@ -323,13 +330,14 @@ class Divider {
   const Settings& settings_;
   const Need& need_;
   const std::span<const MissedByRows> tables_;
+  const std::optional<int64_t> rank_max_;
 };
 
 }  // namespace
 
 Settings spend_budget(const Request& request, const ModelShape& shape, const Settings& settings,
-                      const Need& need, bool on_device) {
-  const Divider divider(request, shape, settings, need, on_device);
+                      const Need& need, bool on_device, std::optional<int64_t> rank_max) {
+  const Divider divider(request, shape, settings, need, on_device, rank_max);
   Division best = divider.best(settings.resident_layers);
   if (best.missed > kReuseWorth && !on_device && shape.layers > kLayersSharing) {
     Division sharing = divider.best(kLayersSharing);

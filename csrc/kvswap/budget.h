@@ -82,8 +82,10 @@ Settings fit_pages(const Request& request, const Settings& settings, const Need&
 ///
 /// on_device: pages are a device's, which has no kernels for int4 rows: they are not chosen, nor
 /// are pages shared, which is measured on none.
+/// rank_max: no more, as of projections that are there.
 Settings spend_budget(const Request& request, const ModelShape& shape, const Settings& settings,
-                      const Need& need, bool on_device = false);
+                      const Need& need, bool on_device = false,
+                      std::optional<int64_t> rank_max = {});
 
 /// That a budget does not cover the smallest settings: what does, and what to lower. `need` is
 /// as Need says.

@@ -131,6 +131,13 @@ std::unique_ptr<Cache> Cache::fork() {
   return std::unique_ptr<Cache>(new Cache(impl_->fork()));
 }
 
+void Cache::divide(const CacheOptions& options) try {
+  const Impl::Use use(*impl_);
+  impl_->divide(options);
+} catch (const std::bad_alloc&) {
+  impl_->ran_out_of_memory();
+}
+
 void Cache::begin_pass(Pass pass, const NewPositions& positions) try {
   const Impl::Use use(*impl_);
   throw_status(use.engine().begin_pass(pass));

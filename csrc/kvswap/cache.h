@@ -170,6 +170,13 @@ class Cache {
   void save(const SaveArgs& args);
   /// Another cache that goes on from here, with the same options. Records are shared.
   std::unique_ptr<Cache> fork();
+  /// Goes on with another division of memory, as of a text that is longer than was thought: of
+  /// `options` rank and ranks, summary_dtype, groups_max, pages_max, resident_layers and the
+  /// budget's bytes are taken. No rank rises where a layer has a projection, whose part of the new
+  /// rank stays. Summaries are made again from all records, with no memory for both divisions:
+  /// counters and timeline begin anew. When it throws, the division is as it was. Where reading
+  /// fails then too, every call begins with another attempt, and throws its error.
+  void divide(const CacheOptions& options);
 
   /// Gives back file and memory; further calls throw. Idempotent, never throws.
   void close() noexcept;

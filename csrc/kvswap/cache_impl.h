@@ -4,6 +4,8 @@
 #include <atomic>
 #include <cerrno>
 #include <memory>
+#include <mutex>
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -11,6 +13,7 @@
 
 #include "engine/engine.h"
 #include "kvswap/cache.h"
+#include "kvswap/carried_state.h"
 #include "kvswap/engine_calls.h"
 #include "kvswap/errors.h"
 #include "kvswap/exclusive_call_guard.h"
@@ -42,6 +45,7 @@ class Cache::Impl {
     explicit Use(Impl& impl, bool reports = false)
         : impl_(impl), call_(std::in_place, impl.caller_) {
       if (impl.is_broken_ && !reports) throw broken();
+      if (impl.engine_ == nullptr) impl.go_back();
       if (impl.options_.stream) {
         engine().context().space->compute().set_compute_stream(impl.options_.stream());
       }
@@ -97,9 +101,40 @@ class Cache::Impl {
   }
 
   void close() noexcept {
-    if (!caller_.close([this] { engine_->patience().stop(); })) return;
+    const auto stop = [this] {
+      const std::lock_guard held(exchange_);
+      if (engine_ != nullptr) engine_->patience().stop();
+    };
+    if (!caller_.close(stop)) return;
     engine_.reset();
+    carried_.reset();
     caller_.closed();
+  }
+
+  /// In a call.
+  void divide(const CacheOptions& given) {
+    CacheOptions divided = options_;
+    divided.ranks = given.ranks;
+    divided.budget.kv_memory_bytes = given.budget.kv_memory_bytes;
+    divided.settings.rank = given.settings.rank;
+    divided.settings.summary_dtype = given.settings.summary_dtype;
+    divided.settings.groups_max = given.settings.groups_max;
+    divided.settings.pages_max = given.settings.pages_max;
+    divided.settings.resident_layers = given.settings.resident_layers;
+    const EngineOptions next = engine_options(divided);
+    throw_status(next.validate());
+    check_ranks(next.ranks);
+    carried_ = std::make_unique<CarriedState>(*engine_, CarriedState::Summaries::kMadeAgain);
+    take(nullptr);
+    try {
+      take(open_carried(next));
+    } catch (...) {
+      try_to_go_back();
+      throw;
+    }
+    options_ = std::move(divided);
+    options_.ranks = next.ranks;
+    carried_.reset();
   }
 
   // Of projections. In a call.
@@ -134,6 +169,47 @@ class Cache::Impl {
   }
 
  private:
+  /// A projection has parts of lower ranks alone.
+  void check_ranks(const std::vector<int64_t>& ranks) const {
+    const std::vector<int64_t>& held = engine_->options().ranks;
+    for (size_t layer = 0; layer < ranks.size(); ++layer) {
+      if (ranks[layer] <= held[layer]) continue;
+      if (projections_[layer].source == ProjectionSource::kNone) continue;
+      throw std::invalid_argument("divide: layer " + std::to_string(layer) +
+                                  " must have a rank of at most " + std::to_string(held[layer]) +
+                                  ", which its projection has, got " +
+                                  std::to_string(ranks[layer]));
+    }
+  }
+  /// Another thread's close() may look at the engine meanwhile.
+  void take(std::unique_ptr<Engine> engine) {
+    if (engine != nullptr && options_.shall_end) {
+      engine->patience().set_question(options_.shall_end);
+    }
+    const std::lock_guard held(exchange_);
+    std::swap(engine_, engine);
+  }
+  std::unique_ptr<Engine> open_carried(const EngineOptions& options) const try {
+    return carried_->open(options, options_.threads);
+  } catch (const std::bad_alloc&) {
+    throw SessionError(SessionError::Kind::kStorage,
+                       "session: memory must be divided anew, and an allocation failed; free "
+                       "memory, and make the call again",
+                       ENOMEM);
+  }
+  /// With the division that there was before.
+  void go_back() {
+    take(open_carried(engine_options(options_)));
+    carried_.reset();
+  }
+  void try_to_go_back() {
+    try {
+      go_back();
+    } catch (const std::exception&) {
+      // The next call tries it again, and throws what it meets.
+    }
+  }
+
   static SessionError broken() {
     return {SessionError::Kind::kStorage,
             "session: must be closed, since memory ran out in the middle of an earlier call; close "
@@ -142,8 +218,10 @@ class Cache::Impl {
   }
 
   CacheOptions options_;
+  std::mutex exchange_;  // of the engine
   std::unique_ptr<Engine> engine_;
-  std::vector<Provenance> projections_;  // [layers]
+  std::unique_ptr<CarriedState> carried_;  // while there is no engine
+  std::vector<Provenance> projections_;    // [layers]
   ExclusiveCallGuard caller_;
   std::atomic<bool> is_broken_ = false;
 };

@@ -14,8 +14,8 @@
 #include "engine/snapshot/tensor_names.h"
 #include "io/error_text.h"
 #include "io/read_only_file.h"
-#include "io/secure_erase.h"
 #include "io/syscalls.h"
+#include "kvswap/carried_state.h"
 #include "kvswap/engine_calls.h"
 #include "kvswap/safetensors_writer.h"
 #include "kvswap/saved_folder.h"
@@ -128,15 +128,6 @@ class FolderTarget final : public SnapshotTarget {
   bool has_records_ = false;
 };
 
-std::unique_ptr<Engine> loaded(const EngineOptions& options, ParallelFor parallel,
-                               const SavedCounts& counts, const SavedTensors& tensors,
-                               SummaryStore* shared = nullptr) {
-  auto engine = Engine::create(options, std::move(parallel));
-  throw_status(engine.status());
-  throw_status(engine.value()->loader().load(counts, tensors, shared));
-  return std::move(engine.value());
-}
-
 }  // namespace
 
 void save_engine(Engine& engine, const CacheOptions& options, const SaveArgs& args) {
@@ -194,44 +185,15 @@ std::unique_ptr<Engine> open_engine(const SavedCache& saved, const CacheOptions&
   base->seeds = {{0, counts.seed}};
   base->groups = counts.groups;
   engine.base = std::move(base);
-  return loaded(engine, std::move(parallel), counts, *impl.state);
+  auto opened = Engine::create(engine, std::move(parallel));
+  throw_status(opened.status());
+  throw_status(opened.value()->loader().load(counts, *impl.state));
+  return std::move(opened.value());
 }
 
-namespace {
-
-/// A file without a name is zeros when it is closed; -1: none. Where that fails a line is logged.
-class WipedAtEnd {
- public:
-  WipedAtEnd(int fd, const std::string& directory) : fd_(fd), directory_(directory) {}
-  WipedAtEnd(const WipedAtEnd&) = delete;
-  WipedAtEnd& operator=(const WipedAtEnd&) = delete;
-  ~WipedAtEnd() {
-    if (fd_ >= 0)
-      wipe_at_end(fd_, ::lseek(fd_, 0, SEEK_END), "a fork's state in '" + directory_ + "'");
-  }
-
- private:
-  int fd_;
-  const std::string& directory_;
-};
-
-}  // namespace
-
 std::unique_ptr<Engine> fork_engine(Engine& engine, ParallelFor parallel) {
-  auto shared = engine.saver().share();
-  throw_status(shared.status());
-  EngineOptions options = engine.options();
-  auto file = create_unnamed_file(options.directory);
-  if (!file.is_ok()) file = create_and_unlink_file(options.directory);
-  throw_status(file.status());
-  const int fd = file.value().get();
-  const WipedAtEnd wiped(options.wipe_on_close ? fd : -1, options.directory);
-  const auto written = write_safetensors(fd, options.directory, shared.value().tensors, {});
-  throw_status(written.status());
-  const SavedState state(fd, written.value(), "the fork's state in " + options.directory);
-  options.base = shared.value().base;
-  return loaded(options, std::move(parallel), shared.value().counts, state,
-                shared.value().summaries);
+  const CarriedState state(engine, CarriedState::Summaries::kShared);
+  return state.open(engine.options(), std::move(parallel));
 }
 
 void SavedCache::verify() const {

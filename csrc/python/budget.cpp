@@ -63,11 +63,12 @@ void bind_budget(py::module_& module) {
   module.def(
       "spend_budget",
       [](const CacheOptions& options, const Request& request, const py::function& need,
-         bool on_device) {
-        return sizes_of(
-            spend_budget(request, options.shape, options.settings, need_of(need), on_device));
+         bool on_device, std::optional<int64_t> rank_max) {
+        return sizes_of(spend_budget(request, options.shape, options.settings, need_of(need),
+                                     on_device, rank_max));
       },
-      py::arg("options"), py::arg("request"), py::arg("need"), py::arg("on_device") = false);
+      py::arg("options"), py::arg("request"), py::arg("need"), py::arg("on_device") = false,
+      py::arg("rank_max") = py::none());
   module.def(
       "too_small",
       [](const CacheOptions& options, const Request& request, const Uses& need) {

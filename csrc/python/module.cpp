@@ -256,6 +256,7 @@ void bind_plain_calls(py::class_<TensorCache>& cache) {
           py::arg("indices"), Released())
       .def("crop", below(&Cache::crop), py::arg("positions"), Released())
       .def("reset", below(&Cache::reset), Released())
+      .def("divide", below(&Cache::divide), py::arg("options"), Released())
       .def(
           "close", [](TensorCache& self) { self.cache().close(); }, Released())
       .def("common_positions",

@@ -22,6 +22,16 @@ const bool* as_bools(const SavedBytes& flags) {
   return reinterpret_cast<const bool*>(flags.data());
 }
 
+/// Of rows of `width` numbers the first `rank`: those of the projection of that rank.
+void narrow(std::vector<float>& matrix, int64_t width, int64_t rank) {
+  if (rank == width) return;
+  const auto rows = std::ssize(matrix) / width;
+  for (int64_t row = 1; row < rows; ++row) {
+    std::copy_n(matrix.begin() + row * width, rank, matrix.begin() + row * rank);
+  }
+  matrix.resize(rows * rank);
+}
+
 }  // namespace
 
 Status SnapshotReader::check(const SavedCounts& counts, const SavedTensors& saved) const {
@@ -49,18 +59,29 @@ Status SnapshotReader::check(const SavedCounts& counts, const SavedTensors& save
 Status SnapshotReader::load(const SavedCounts& counts, const SavedTensors& saved,
                             SummaryStore* shared) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter());
-  return calls_.leave(fill(counts, saved, shared));
+  return calls_.leave(fill(counts, saved, [&] {
+    KVSWAP_RETURN_IF_ERROR(load_projections(saved, context_.options.ranks));
+    return shared != nullptr ? share_summaries(counts.groups, *shared)
+                             : load_summaries(counts, saved);
+  }));
+}
+
+Status SnapshotReader::load_narrower(const SavedCounts& counts, const SavedTensors& saved,
+                                     std::span<const int64_t> saved_ranks) {
+  KVSWAP_RETURN_IF_ERROR(calls_.enter());
+  Status loaded =
+      fill(counts, saved, [&] { return account_.charge_loaded(batch_, counts.groups, 0); });
+  if (loaded.is_ok()) loaded = load_projections(saved, saved_ranks);
+  return calls_.leave(std::move(loaded));
 }
 
 Status SnapshotReader::fill(const SavedCounts& counts, const SavedTensors& saved,
-                            SummaryStore* shared) {
+                            const std::function<Status()>& summarise) {
   KVSWAP_RETURN_IF_ERROR(check(counts, saved));
   KVSWAP_RETURN_IF_ERROR(batch_.begin(counts.sequences, counts.positions));
   KVSWAP_RETURN_IF_ERROR(load_validity(counts, saved));
-  KVSWAP_RETURN_IF_ERROR(load_projections(saved));
   KVSWAP_RETURN_IF_ERROR(make_cluster_room(counts, saved));
-  KVSWAP_RETURN_IF_ERROR(shared != nullptr ? share_summaries(counts.groups, *shared)
-                                           : load_summaries(counts, saved));
+  KVSWAP_RETURN_IF_ERROR(summarise());
   if (counts.groups > 0) KVSWAP_RETURN_IF_ERROR(load_tables(counts, saved));
   for (int64_t layer = 0; layer < context_.options.layers; ++layer) {
     batch_.layer(layer) = {counts.positions, counts.groups, counts.groups};
@@ -113,8 +134,10 @@ Result<SavedBytes> SnapshotReader::flags(const char* name, const SavedCounts& co
   return found;
 }
 
-Status SnapshotReader::load_projections(const SavedTensors& saved) {
+Status SnapshotReader::load_projections(const SavedTensors& saved,
+                                        std::span<const int64_t> saved_ranks) {
   const EngineOptions& options = context_.options;
+  KVSWAP_ASSERT(saved_ranks.size() == options.ranks.size());
   for (size_t layer = 0; layer < options.ranks.size(); ++layer) {
     const auto index = static_cast<int64_t>(layer);
     // Both, or none where there is no summary either: a layer that lacked one would choose nothing.
@@ -122,8 +145,10 @@ Status SnapshotReader::load_projections(const SavedTensors& saved) {
         !saved.has(saved_name(index, "summary"))) {
       continue;
     }
+    const int64_t rank = options.ranks[layer];
+    if (rank > saved_ranks[layer]) continue;  // too narrow: the layer begins without one
     const int64_t sizes[] = {options.heads_apart * options.kv_heads * options.head_dim,
-                             options.ranks[layer]};
+                             saved_ranks[layer]};
     std::vector<float> both[2];
     for (const bool is_key : {true, false}) {
       const std::string name = projection_name(index, is_key);
@@ -134,9 +159,9 @@ Status SnapshotReader::load_projections(const SavedTensors& saved) {
       if (!std::ranges::all_of(matrix, [](float one) { return std::isfinite(one); })) {
         return saved.refuse(name, "be finite");
       }
+      narrow(matrix, saved_ranks[layer], rank);
     }
-    KVSWAP_RETURN_IF_ERROR(
-        editor_.set_projection(index, options.ranks[layer], both[0].data(), both[1].data()));
+    KVSWAP_RETURN_IF_ERROR(editor_.set_projection(index, rank, both[0].data(), both[1].data()));
   }
   return Status::ok();
 }

@@ -202,7 +202,7 @@ Status SnapshotWriter::write(SnapshotTarget& target) {
   return Status::ok();
 }
 
-Result<SnapshotWriter::Shared> SnapshotWriter::share() {
+Result<SnapshotWriter::Shared> SnapshotWriter::share(SharedRows rows) {
   KVSWAP_RETURN_IF_ERROR(begin("fork"));
   KVSWAP_RETURN_IF_ERROR(drain());
   Shared shared;
@@ -232,10 +232,13 @@ Result<SnapshotWriter::Shared> SnapshotWriter::share() {
                      context_.store->records().held_notes()};
   shared.counts.records = static_cast<int64_t>(records.sums.size());
   SummaryStore& summaries = context_.selector->summaries();
-  if (summaries.is_shareable()) shared.summaries = &summaries;
+  const bool has_all = rows == SharedRows::kAll;
+  if (has_all && summaries.is_shareable()) shared.summaries = &summaries;
+  const bool lists_them =
+      shared.summaries == nullptr && (has_all || !context_.plan.rows.takes_projections);
   shared.tensors =
       list(std::move(records), std::make_shared<const std::vector<uint32_t>>(std::move(numbers)),
-           shared.summaries == nullptr);
+           lists_them);
   shared.base = std::move(base);
   return shared;
 }

@@ -18,6 +18,12 @@
 
 namespace kvswap {
 
+/// What who goes on from a session has of its summaries.
+enum class SharedRows {
+  kAll,
+  kNone,  // but those that are made without projections: the others are made again
+};
+
 /// Where a session is saved to. Calls come in this order; an error ends them.
 class SnapshotTarget {
  public:
@@ -58,9 +64,9 @@ class SnapshotWriter {
     std::shared_ptr<const ParentFiles> base;
     SavedCounts counts;
     std::vector<SavedTensor> tensors;
-    SummaryStore* summaries = nullptr;  // which the fork shares; null: they are among `tensors`
+    SummaryStore* summaries = nullptr;  // which the fork shares; null: what it has is in `tensors`
   };
-  Result<Shared> share();
+  Result<Shared> share(SharedRows rows = SharedRows::kAll);
 
   /// Reads all pages of a layer's clusters, which read_back() does not.
   Status verify_clusters(int64_t layer);
