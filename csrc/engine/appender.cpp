@@ -81,7 +81,8 @@ Status Appender::append(int64_t layer, const KeyValueView& tokens) {
   prepared_ = -1;
   Batch::Layer& state = batch_.layer(layer);
   if (!is_exact(layer)) {
-    tail_.fill(layer, tokens, {.count = tokens.tokens, .first_position = state.positions});
+    fill_tail(context_, batch_, layer, tokens,
+              {.count = tokens.tokens, .first_position = state.positions});
     batch_.grow(layer, state.positions + tokens.tokens);
     return Status::ok();
   }
@@ -103,7 +104,7 @@ Status Appender::append_chunk(int64_t layer, const KeyValueView& tokens) {
   // Complete the tail's last group, so that the rest of the chunk begins at a group's edge.
   const int64_t to_edge = (group_tokens - state.positions % group_tokens) % group_tokens;
   int64_t done = std::min(to_edge, tokens.tokens);
-  tail_.fill(layer, tokens, {.count = done, .first_position = state.positions});
+  fill_tail(context_, batch_, layer, tokens, {.count = done, .first_position = state.positions});
   const int64_t first_direct = (state.positions + done) / group_tokens;
   while (state.sealed_groups < std::min(groups_after, first_direct)) {
     KVSWAP_RETURN_IF_ERROR(sealer_.seal_from_tail(layer));
@@ -114,10 +115,10 @@ Status Appender::append_chunk(int64_t layer, const KeyValueView& tokens) {
     done += groups * group_tokens;
   }
   KVSWAP_RETURN_IF_ERROR(clustering_.enter_chunk(layer, tokens, state.positions));
-  tail_.fill(layer, tokens,
-             {.first_token = done,
-              .count = tokens.tokens - done,
-              .first_position = state.positions + done});
+  fill_tail(context_, batch_, layer, tokens,
+            {.first_token = done,
+             .count = tokens.tokens - done,
+             .first_position = state.positions + done});
   batch_.grow(layer, positions);
   return Status::ok();
 }

@@ -19,11 +19,10 @@ namespace kvswap {
 /// next pass. Not thread-safe.
 class Appender {
  public:
-  Appender(EngineContext& context, Batch& batch, Tail& tail, Sealer& sealer,
-           MemoryReservations& account, StepCoordinator& steps, ClusterUpdater& clustering)
+  Appender(EngineContext& context, Batch& batch, Sealer& sealer, MemoryReservations& account,
+           StepCoordinator& steps, ClusterUpdater& clustering)
       : context_(context),
         batch_(batch),
-        tail_(tail),
         sealer_(sealer),
         account_(account),
         steps_(steps),
@@ -53,7 +52,6 @@ class Appender {
 
   EngineContext& context_;
   Batch& batch_;
-  Tail& tail_;
   Sealer& sealer_;
   MemoryReservations& account_;
   StepCoordinator& steps_;

@@ -116,7 +116,6 @@ class Engine {
   std::unique_ptr<EngineContext> context_;
   MemoryReservations account_;
   std::unique_ptr<Batch> batch_;
-  Tail tail_;
   Sealer sealer_;
   std::unique_ptr<PrefixReader> past_;
   StepCoordinator steps_;

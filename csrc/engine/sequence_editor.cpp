@@ -105,8 +105,9 @@ Status SequenceEditor::crop_layer(const Returning& returning, int64_t positions)
   KVSWAP_RETURN_IF_ERROR(read(returning, [&](const Read& read) {
     const auto& [groups, listed] = read;
     for (int64_t i = 0; i < groups.count; ++i) {
-      KVSWAP_RETURN_IF_ERROR(tail_.put_back(groups.layer, groups.sequence, groups.first + i,
-                                            past_.tokens(listed, i, room.data())));
+      KVSWAP_RETURN_IF_ERROR(context_.space->compute().upload(
+          batch_.pages(groups.sequence).tail_page(groups.layer, groups.first + i),
+          past_.tokens(listed, i, room.data()), context_.plan.group_bytes));
     }
     return Status::ok();
   }));

@@ -19,11 +19,10 @@ namespace kvswap {
 /// Not thread-safe.
 class SequenceEditor {
  public:
-  SequenceEditor(EngineContext& context, Batch& batch, Tail& tail, Sealer& sealer,
-                 PrefixReader& past, MemoryReservations& account, StepCoordinator& steps)
+  SequenceEditor(EngineContext& context, Batch& batch, Sealer& sealer, PrefixReader& past,
+                 MemoryReservations& account, StepCoordinator& steps)
       : context_(context),
         batch_(batch),
-        tail_(tail),
         sealer_(sealer),
         past_(past),
         account_(account),
@@ -60,7 +59,6 @@ class SequenceEditor {
 
   EngineContext& context_;
   Batch& batch_;
-  Tail& tail_;
   Sealer& sealer_;
   PrefixReader& past_;
   MemoryReservations& account_;

@@ -25,7 +25,6 @@ enum class SpanKind : uint8_t {
 };
 inline constexpr int kSpanKinds = 12;
 const char* span_name(SpanKind kind);
-inline bool is_of_disk(SpanKind kind) { return kind >= SpanKind::kRead; }
 
 /// One stretch. Times are nanoseconds of the steady clock.
 struct Span {

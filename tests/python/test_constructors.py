@@ -14,14 +14,11 @@ from tests.python.test_map import CPP
 REFERENCES_MAX = 4
 MORE = {
     "SnapshotWriter": 8,
-    "Appender": 7,
     "ChunkedPrefill": 7,
-    "SequenceEditor": 7,
-    "SnapshotReader": 7,
     "UserOverrides": 7,
-    "ObservationScorer": 5,
-    "RetainedPages": 5,
-    "RetentionManager": 5,
+    "Appender": 6,
+    "SequenceEditor": 6,
+    "SnapshotReader": 6,
 }
 CLASS = re.compile(r"\b(?:class|struct)\s+(?:\[\[\w+\]\]\s*)?(\w+)[^;{}()]*\{")
 

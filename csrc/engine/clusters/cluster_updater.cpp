@@ -133,7 +133,7 @@ Status ClusterUpdater::enter_next_groups(std::span<EnteringRow> rows) {
       for (int64_t i = first + begin; i < first + end; ++i) {
         EnteringRow& row = *in_tail[i];
         const int64_t group = row.data().clusters.left() / group_tokens;
-        enter(row, tail_.page(row.layer, row.sequence, group));
+        enter(row, batch_.pages(row.sequence).tail_page(row.layer, group));
       }
     });
   }
@@ -150,7 +150,7 @@ Status ClusterUpdater::enter_chunk(int64_t layer, const KeyValueView& tokens,
     EnteringRow row = row_of(layer, sequence);
     row.bytes.set_arriving([&](int64_t token) {
       if (token >= first_position) return token_of(shape, tokens, sequence, token - first_position);
-      const std::byte* page = tail_.page(layer, sequence, token / shape.group_tokens);
+      const std::byte* page = batch_.pages(sequence).tail_page(layer, token / shape.group_tokens);
       return token_of_page(shape, page, token % shape.group_tokens);
     });
     KVSWAP_RETURN_IF_ERROR(counted({&row, 1}, [&] { return enter_row(row); }));

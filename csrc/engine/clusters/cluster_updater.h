@@ -34,10 +34,9 @@ namespace kvswap {
 /// next call catches up. For layers without a step under way. Not thread-safe.
 class ClusterUpdater {
  public:
-  ClusterUpdater(EngineContext& context, Batch& batch, const Tail& tail, PrefixReader& past)
+  ClusterUpdater(EngineContext& context, Batch& batch, PrefixReader& past)
       : context_(context),
         batch_(batch),
-        tail_(tail),
         past_(past),
         writer_(context),
         settling_(context, writer_) {}
@@ -72,7 +71,6 @@ class ClusterUpdater {
 
   EngineContext& context_;
   Batch& batch_;
-  const Tail& tail_;
   PrefixReader& past_;
   ClusterWriter writer_;
   ClusterMaintenance settling_;

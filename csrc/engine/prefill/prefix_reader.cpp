@@ -162,7 +162,7 @@ Status PrefixReader::read_tail(const Positions& positions, const TokenView& targ
   std::vector<std::byte> record(context_.plan.group_bytes);
   for (; group < end; ++group) {
     KVSWAP_RETURN_IF_ERROR(context_.space->compute().download(
-        record.data(), tail_.page(positions.layer, positions.sequence, group),
+        record.data(), batch_.pages(positions.sequence).tail_page(positions.layer, group),
         context_.plan.group_bytes));
     unpack(record.data(), group, positions, target);
   }

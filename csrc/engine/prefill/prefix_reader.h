@@ -37,8 +37,8 @@ Status dropped(const char* where, int64_t positions, int64_t gone);
 /// tail. Not thread-safe.
 class PrefixReader {
  public:
-  PrefixReader(EngineContext& context, const Batch& batch, const Tail& tail, Sealer& sealer)
-      : context_(context), batch_(batch), tail_(tail), sealer_(sealer) {}
+  PrefixReader(EngineContext& context, const Batch& batch, Sealer& sealer)
+      : context_(context), batch_(batch), sealer_(sealer) {}
 
   struct Groups {
     int64_t layer = 0;
@@ -99,7 +99,6 @@ class PrefixReader {
 
   EngineContext& context_;
   const Batch& batch_;
-  const Tail& tail_;
   Sealer& sealer_;
   std::shared_ptr<std::byte> blocks_;
 };

@@ -106,8 +106,9 @@ Status ObservationScorer::walk_tail(int64_t layer, int64_t sequence, const MeetB
     const PrefixReader::Groups groups = {layer, sequence, first, std::min(most, end - first)};
     listed.pages.clear();
     for (int64_t i = 0; i < groups.count; ++i) {
-      auto page = context_.space->compute().map_for_host(
-          tail_.page(layer, sequence, first + i), context_.plan.group_bytes, tail_copies_[i]);
+      auto page =
+          context_.space->compute().map_for_host(batch_.pages(sequence).tail_page(layer, first + i),
+                                                 context_.plan.group_bytes, tail_copies_[i]);
       if (!page.is_ok()) return page.status();
       listed.pages.push_back(page.value());
     }

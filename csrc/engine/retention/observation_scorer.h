@@ -13,7 +13,6 @@
 #include "engine/retention/observation_block.h"
 #include "engine/retention/token_eviction.h"
 #include "engine/sequence/batch.h"
-#include "engine/sequence/tail.h"
 #include "methods/retention/arkv.h"
 #include "methods/retention/retention_policy.h"
 #include "methods/retention/top_k_overlap.h"
@@ -27,14 +26,9 @@ namespace kvswap {
 /// tokens that survive in memory count. Not thread-safe.
 class ObservationScorer {
  public:
-  ObservationScorer(EngineContext& context, Batch& batch, const Tail& tail, PrefixReader& past,
+  ObservationScorer(EngineContext& context, Batch& batch, PrefixReader& past,
                     TokenEviction& eviction)
-      : context_(context),
-        batch_(batch),
-        tail_(tail),
-        past_(past),
-        eviction_(eviction),
-        block_(context.plan) {}
+      : context_(context), batch_(batch), past_(past), eviction_(eviction), block_(context.plan) {}
 
   /// Adds to `mass` ([sealed tokens], or [tokens] if it is summed from refresh to refresh) the
   /// attention that each token received from the window's queries, summed over them. The
@@ -89,7 +83,6 @@ class ObservationScorer {
 
   EngineContext& context_;
   Batch& batch_;
-  const Tail& tail_;
   PrefixReader& past_;
   TokenEviction& eviction_;
 

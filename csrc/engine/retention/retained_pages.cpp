@@ -184,7 +184,7 @@ Result<const std::byte*> RetainedPages::page_in_tail(int64_t layer, int64_t sequ
   if (!context_.retention.kind.retains_online || group < batch_.layer(layer).first_in_tail) {
     return static_cast<const std::byte*>(nullptr);
   }
-  auto page = context_.space->compute().map_for_host(tail_.page(layer, sequence, group),
+  auto page = context_.space->compute().map_for_host(batch_.pages(sequence).tail_page(layer, group),
                                                      context_.plan.group_bytes, tail_copy_);
   if (!page.is_ok()) return page;
   if (const RecordPacking* packing = context_.store->form().packing.get()) {

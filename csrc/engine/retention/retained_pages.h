@@ -9,7 +9,6 @@
 #include "engine/prefill/prefix_reader.h"
 #include "engine/sequence/batch.h"
 #include "engine/sequence/sealer.h"
-#include "engine/sequence/tail.h"
 
 namespace kvswap {
 
@@ -22,9 +21,8 @@ namespace kvswap {
 /// thread-safe.
 class RetainedPages {
  public:
-  RetainedPages(EngineContext& context, Batch& batch, const Tail& tail, Sealer& sealer,
-                PrefixReader& past)
-      : context_(context), batch_(batch), tail_(tail), sealer_(sealer), past_(past) {}
+  RetainedPages(EngineContext& context, Batch& batch, Sealer& sealer, PrefixReader& past)
+      : context_(context), batch_(batch), sealer_(sealer), past_(past) {}
 
   /// Those of a sequence are kept from now on, and no others: `positions` in the model's dtype,
   /// `float8` in e4m3, which must be kept by now; both rising.
@@ -61,7 +59,6 @@ class RetainedPages {
 
   EngineContext& context_;
   Batch& batch_;
-  const Tail& tail_;
   Sealer& sealer_;
   PrefixReader& past_;
 

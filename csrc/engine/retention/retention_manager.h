@@ -15,7 +15,6 @@
 #include "engine/retention/user_token_scores.h"
 #include "engine/sequence/batch.h"
 #include "engine/sequence/sealer.h"
-#include "engine/sequence/tail.h"
 #include "engine/step/step_attention.h"
 
 namespace kvswap {
@@ -48,15 +47,14 @@ namespace kvswap {
 /// Sources: SnapKV 4, PRKV 4.1 and algorithm 1, H2O 4, ARKV IV, ShadowKV 4.1.
 class RetentionManager {
  public:
-  RetentionManager(EngineContext& context, Batch& batch, const Tail& tail, Sealer& sealer,
-                   PrefixReader& past)
+  RetentionManager(EngineContext& context, Batch& batch, Sealer& sealer, PrefixReader& past)
       : context_(context),
         batch_(batch),
-        retained_pages_(context, batch, tail, sealer, past),
+        retained_pages_(context, batch, sealer, past),
         exclusion_(context, batch, sealer, past),
         eviction_(context, batch, retained_pages_),
         given_(context, batch),
-        observation_(context, batch, tail, past, eviction_),
+        observation_(context, batch, past, eviction_),
         keys_(context, batch, past),
         budgets_(context, batch, retained_pages_),
         online_(context, batch, retained_pages_),

@@ -51,7 +51,7 @@ Status Sealer::seal_run_from_tail(int64_t layer, int64_t first_sequence, int64_t
   std::vector<const void*> pages;
   std::vector<SealedKeys> keys;
   for (int64_t i = 0; i < count; ++i) {
-    const std::byte* page = tail_.page(layer, sequences[i], group);
+    const std::byte* page = batch_.pages(sequences[i]).tail_page(layer, group);
     pages.push_back(page);
     if (!is_encoded) {
       context_.space->compute().copy(records + i * context_.record_bytes(), page,

@@ -21,8 +21,8 @@ namespace kvswap {
 /// Not thread-safe.
 class Sealer {
  public:
-  Sealer(EngineContext& context, Batch& batch, Tail& tail, MemoryReservations& account)
-      : context_(context), batch_(batch), tail_(tail), account_(account) {}
+  Sealer(EngineContext& context, Batch& batch, MemoryReservations& account)
+      : context_(context), batch_(batch), account_(account) {}
 
   /// Seals what has left the tail, of all sequences or of none.
   Status seal_overflow(int64_t layer);
@@ -72,7 +72,6 @@ class Sealer {
 
   EngineContext& context_;
   Batch& batch_;
-  Tail& tail_;
   MemoryReservations& account_;
   std::deque<RecordStore::StagedRun> sent_;  // on their way from the device, oldest first
   std::unique_ptr<PagePool> unencoded_;      // of a long chunk, what is encoded next

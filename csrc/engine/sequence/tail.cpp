@@ -5,19 +5,20 @@
 
 namespace kvswap {
 
-void Tail::fill(int64_t layer, const KeyValueView& tokens, const Piece& piece) {
+void fill_tail(EngineContext& context, const Batch& batch, int64_t layer,
+               const KeyValueView& tokens, const TailPiece& piece) {
   if (piece.count == 0) return;
-  const int64_t group_tokens = context_.options.group_tokens;
+  const int64_t group_tokens = context.options.group_tokens;
   std::vector<void*> records;
   std::vector<int32_t> sequences;
   std::vector<int64_t> first_tokens;
   std::vector<int32_t> slots;
   std::vector<int32_t> lengths;
-  for (int64_t sequence = 0; sequence < batch_.size(); ++sequence) {
+  for (int64_t sequence = 0; sequence < batch.size(); ++sequence) {
     for (int64_t token = 0; token < piece.count;) {
       const int64_t position = piece.first_position + token;
       const int64_t length = std::min(group_tokens - position % group_tokens, piece.count - token);
-      records.push_back(page(layer, sequence, position / group_tokens));
+      records.push_back(batch.pages(sequence).tail_page(layer, position / group_tokens));
       sequences.push_back(static_cast<int32_t>(sequence));
       first_tokens.push_back(piece.first_token + token);
       slots.push_back(static_cast<int32_t>(position % group_tokens));
@@ -25,23 +26,14 @@ void Tail::fill(int64_t layer, const KeyValueView& tokens, const Piece& piece) {
       token += length;
     }
   }
-  cuda::BatchTransferArgs transfer = transfer_of(context_.plan, tokens);
+  cuda::BatchTransferArgs transfer = transfer_of(context.plan, tokens);
   transfer.records = records.data();
   transfer.sequences = sequences.data();
   transfer.first_tokens = first_tokens.data();
   transfer.slots = slots.data();
   transfer.lengths = lengths.data();
   transfer.count = static_cast<int64_t>(records.size());
-  context_.space->compute().pack(transfer);
-}
-
-Status Tail::put_back(int64_t layer, int64_t sequence, int64_t group, const std::byte* tokens) {
-  return context_.space->compute().upload(page(layer, sequence, group), tokens,
-                                          context_.plan.group_bytes);
-}
-
-std::byte* Tail::page(int64_t layer, int64_t sequence, int64_t group) const {
-  return batch_.pages(sequence).tail_page(layer, group);
+  context.space->compute().pack(transfer);
 }
 
 cuda::BatchTransferArgs transfer_of(const Plan& plan, const KeyValueView& tokens) {

@@ -30,27 +30,17 @@ struct KeyValueView {
   }
 };
 
-/// The newest tokens of each layer, in pages of the sequences' rings: filled token by token, and
-/// read from there until their group is sealed. Not thread-safe.
-class Tail {
- public:
-  Tail(EngineContext& context, Batch& batch) : context_(context), batch_(batch) {}
+// The tail: the newest tokens of each layer, in pages of the sequences' rings
+// (SequencePages::tail_page()): filled token by token, and read from there until their group is
+// sealed.
 
-  struct Piece {
-    int64_t first_token = 0;  // of the new tokens
-    int64_t count = 0;
-    int64_t first_position = 0;  // where they stand
-  };
-  void fill(int64_t layer, const KeyValueView& tokens, const Piece& piece);
-  /// A group that comes back: its tokens in the model's dtype, in the host's memory.
-  Status put_back(int64_t layer, int64_t sequence, int64_t group, const std::byte* tokens);
-  /// The page of a group that is not sealed yet.
-  std::byte* page(int64_t layer, int64_t sequence, int64_t group) const;
-
- private:
-  EngineContext& context_;
-  Batch& batch_;
+struct TailPiece {
+  int64_t first_token = 0;  // of the new tokens
+  int64_t count = 0;
+  int64_t first_position = 0;  // where they stand
 };
+void fill_tail(EngineContext& context, const Batch& batch, int64_t layer,
+               const KeyValueView& tokens, const TailPiece& piece);
 
 /// All sequences' tokens; which of them go where is left to fill in.
 cuda::BatchTransferArgs transfer_of(const Plan& plan, const KeyValueView& tokens);

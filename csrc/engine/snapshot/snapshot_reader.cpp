@@ -325,8 +325,9 @@ Status SnapshotReader::load_tail(int64_t layer, const SavedCounts& counts,
                   .lengths = lengths.data(),
                   .count = groups});
     for (int64_t group = 0; group < groups; ++group) {
-      KVSWAP_RETURN_IF_ERROR(tail_.put_back(layer, sequence, counts.groups + group,
-                                            records.data() + group * group_bytes));
+      KVSWAP_RETURN_IF_ERROR(context_.space->compute().upload(
+          batch_.pages(sequence).tail_page(layer, counts.groups + group),
+          records.data() + group * group_bytes, context_.plan.group_bytes));
     }
   }
   return Status::ok();

@@ -7,7 +7,6 @@
 #include "engine/call_guard.h"
 #include "engine/memory/memory_reservations.h"
 #include "engine/sequence/batch.h"
-#include "engine/sequence/tail.h"
 #include "engine/sequence_editor.h"
 #include "engine/snapshot/parent_files.h"
 #include "engine/step/step_coordinator.h"
@@ -23,12 +22,11 @@ namespace kvswap {
 /// holds a part of it, and is only to be destroyed. Not thread-safe.
 class SnapshotReader {
  public:
-  SnapshotReader(CallGuard& calls, EngineContext& context, Batch& batch, Tail& tail,
-                 SequenceEditor& editor, MemoryReservations& account, StepCoordinator& steps)
+  SnapshotReader(CallGuard& calls, EngineContext& context, Batch& batch, SequenceEditor& editor,
+                 MemoryReservations& account, StepCoordinator& steps)
       : calls_(calls),
         context_(context),
         batch_(batch),
-        tail_(tail),
         editor_(editor),
         account_(account),
         steps_(steps) {}
@@ -63,7 +61,6 @@ class SnapshotReader {
   CallGuard& calls_;
   EngineContext& context_;
   Batch& batch_;
-  Tail& tail_;
   SequenceEditor& editor_;
   MemoryReservations& account_;
   StepCoordinator& steps_;

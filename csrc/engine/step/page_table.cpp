@@ -142,7 +142,7 @@ void PageTable::build(int64_t layer, int64_t queries, const LayerStep& step) {
       masks_[entry - 1] = batch_.selectable(layer, sequence, chosen[i]);
     }
     for (int64_t group = state.sealed_groups; group < groups; ++group) {
-      add(group, tail_.page(layer, sequence, group));
+      add(group, batch_.pages(sequence).tail_page(layer, group));
     }
     counts_[sequence] = static_cast<int32_t>(entry - sequence * pages_max);
     if (seen_layer_ == layer) hide_unseen(sequence);

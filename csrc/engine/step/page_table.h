@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "engine/sequence/batch.h"
-#include "engine/sequence/tail.h"
 #include "engine/step/layer_step.h"
 #include "kernels/paged_attention.h"
 
@@ -14,8 +13,7 @@ namespace kvswap {
 /// allocates nothing.
 class PageTable {
  public:
-  PageTable(const EngineContext& context, const Batch& batch, const Tail& tail)
-      : context_(context), batch_(batch), tail_(tail) {}
+  PageTable(const EngineContext& context, const Batch& batch) : context_(context), batch_(batch) {}
 
   /// Sinks, retained tokens, those that wait for their cluster, the step's groups or clusters, and
   /// the tail. Of tokens in pages that are no group's, which every query sees, page i stands as if
@@ -48,7 +46,6 @@ class PageTable {
 
   const EngineContext& context_;
   const Batch& batch_;
-  const Tail& tail_;
   int64_t seen_layer_ = -1;                 // -1: all is seen
   std::vector<std::vector<int32_t>> seen_;  // [sequences][positions], rising
   // Of sequences, which are KV heads where those are apart.
