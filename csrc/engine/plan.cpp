@@ -53,10 +53,9 @@ int64_t write_buffer_bytes_of(const EngineOptions& options, int64_t record_bytes
 
 int64_t past_block_groups_of(const EngineOptions& options, int64_t record_bytes,
                              int64_t write_buffer_bytes) {
-  constexpr int64_t kTokensMost = 2048;  // of a block above 1 MiB: more gains nothing
   const int64_t groups = std::max<int64_t>(1, write_buffer_bytes / record_bytes);
   if (!options.device) return groups;
-  const int64_t most = std::max((1 << 20) / record_bytes, kTokensMost / options.group_tokens);
+  const int64_t most = std::max((1 << 20) / record_bytes, kPastBlockTokens / options.group_tokens);
   return std::min(groups, most);
 }
 

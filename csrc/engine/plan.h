@@ -10,6 +10,9 @@
 
 namespace kvswap {
 
+/// Tokens of a block of the past that is streamed, at most: more gains nothing.
+constexpr int64_t kPastBlockTokens = 2048;
+
 /// What an engine's settings come to: words parsed, pages counted, sizes of records and buffers.
 ///
 /// Made once, when an engine is opened or its memory is asked for, and passed by reference; nobody

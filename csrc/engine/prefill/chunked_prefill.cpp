@@ -7,7 +7,6 @@ namespace kvswap {
 namespace {
 
 constexpr int64_t kBlockTokensEnough = 512;  // for which no reuse buffer is given up
-constexpr int64_t kBlockTokensMax = 2048;    // more gains nothing
 
 }  // namespace
 
@@ -114,7 +113,7 @@ Result<PrefixBlocks> ChunkedPrefill::blocks(const PrefixReader::Groups& groups, 
   const bool is_own = context_.plan.is_exact(groups.layer);
   const int64_t lendable = is_own ? options.pages_max : pages.reuse_pages();
   const int64_t lent =
-      std::min({groups.count, lendable / pages_each, kBlockTokensMax / options.group_tokens});
+      std::min({groups.count, lendable / pages_each, kPastBlockTokens / options.group_tokens});
   const int64_t first_layer = is_own ? groups.layer : 0;
   std::byte* base = context_.space->landing().landing_in(pages.first_reuse_page(first_layer));
   if (base == nullptr || lent <= own || own * options.group_tokens >= kBlockTokensEnough) {
