@@ -1,5 +1,7 @@
 """A setting, a summary and a retention policy, added to a copy of the sources, work.
 
+`make test` adds them and checks what was added; `make test-long` builds and runs the library, too.
+
 They are added as CONTRIBUTING.md says. The setting is one field of `SwapConfig`; the summary one
 C++ file, one Python module, a line in each registry and its name among `summary.kind`; the policy
 one C++ file, a line in its registry and a class of its settings. Everything else, files, rules,
@@ -66,7 +68,7 @@ def insert(path: Path, before: str, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources with both additions, built without torch."""
+    """The sources with all additions."""
     tree = tmp_path_factory.mktemp("additions")
     for part in ("csrc", "cmake", "third_party"):
         shutil.copytree(ROOT / part, tree / part)
@@ -114,6 +116,12 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, said in (("settings.h", "settings"), ("settings_rules.h", "rules")):
         code = f"from kvswap_torch.config import cpp_codegen; print(cpp_codegen.{said}(), end='')"
         (tree / "csrc" / "kvswap" / name).write_text(run_python(tree, code), encoding="utf-8")
+    return tree
+
+
+@pytest.fixture(scope="module")
+def built(tree: Path) -> Path:
+    """They compiled without torch, which takes minutes of a processor."""
     with (tree / "CMakeLists.txt").open("a", encoding="utf-8") as file:
         file.write(PROGRAM)
     options = ["-DKVSWAP_BUILD_TORCH=OFF", "-DKVSWAP_BUILD_TESTS=OFF", "-DCMAKE_BUILD_TYPE=Debug"]
@@ -143,25 +151,12 @@ def ask(tree: Path, folder: Path, config: dict[str, object]) -> subprocess.Compl
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
-def test_a_config_file_has_both_in_both_languages(tree: Path, tmp_path: Path) -> None:
-    keys = torch.randn(200, generator=torch.Generator().manual_seed(0))
-    tmp_path.joinpath("keys.bin").write_bytes(keys[:64].numpy().tobytes())
-    tmp_path.joinpath("query.bin").write_bytes(keys[:64].numpy().tobytes())
-    told = ask(tree, tmp_path, CONFIG)
-    assert told.returncode == 0, told.stdout
-    assert told.stdout.split()[0] == "30"
-    for value in (0, 101, "soon"):
-        told = ask(tree, tmp_path, CONFIG | {"selection": SELECTION | {"patience": value}})
-        assert told.returncode == 1
-        assert "patience" in told.stdout
-    code = f"""
-import json
-from kvswap_torch import SwapConfig
-from kvswap_torch.config.json_schema import schema
-assert SwapConfig.load({str(tmp_path / "config.json")!r})
-"""
-    tmp_path.joinpath("config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    run_python(tree, code + PATIENCE + "['maximum'] == 100")
+def test_python_reads_a_config_file_with_both(tree: Path, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG), encoding="utf-8")
+    read = f"from kvswap_torch import SwapConfig; assert SwapConfig.load({str(path)!r})"
+    schema = "from kvswap_torch.config.json_schema import schema"
+    run_python(tree, f"{read}\n{schema}\n{PATIENCE}['maximum'] == 100")
     refused = """
 from kvswap_torch import ConfigError, SwapConfig
 try:
@@ -172,13 +167,35 @@ except ConfigError as error:
     assert "patience" in run_python(tree, refused)
 
 
-def test_the_method_chooses_as_its_reference(tree: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "registry", ["methods/summary/summary_registry.cpp", "methods/retention/retention_registry.cpp"]
+)
+def test_a_registry_with_the_addition_compiles(registry: str, tree: Path) -> None:
+    run(["g++", "-std=c++20", "-fsyntax-only", f"-I{tree}/csrc", tree / "csrc" / registry])
+
+
+@pytest.mark.long
+def test_the_library_reads_a_config_file_with_both(built: Path, tmp_path: Path) -> None:
+    keys = torch.randn(64, generator=torch.Generator().manual_seed(0)).numpy().tobytes()
+    tmp_path.joinpath("keys.bin").write_bytes(keys)
+    tmp_path.joinpath("query.bin").write_bytes(keys)
+    told = ask(built, tmp_path, CONFIG)
+    assert told.returncode == 0, told.stdout
+    assert told.stdout.split()[0] == "30"
+    for value in (0, 101, "soon"):
+        told = ask(built, tmp_path, CONFIG | {"selection": SELECTION | {"patience": value}})
+        assert told.returncode == 1
+        assert "patience" in told.stdout
+
+
+@pytest.mark.long
+def test_the_method_chooses_as_its_reference(built: Path, tmp_path: Path) -> None:
     tokens, draw = 203, torch.Generator().manual_seed(1)
     keys = torch.randn(SHAPE["kv_heads"], tokens, SHAPE["head_dim"], generator=draw)
     query = torch.randn(4, 1, SHAPE["head_dim"], generator=draw)
     tmp_path.joinpath("keys.bin").write_bytes(keys.numpy().tobytes())
     tmp_path.joinpath("query.bin").write_bytes(query.numpy().tobytes())
-    told = ask(tree, tmp_path, CONFIG)
+    told = ask(built, tmp_path, CONFIG)
     assert told.returncode == 0, told.stdout
 
     # Groups of all but the newest tokens, which are the tail.
@@ -191,17 +208,18 @@ keys, query = torch.load({str(tmp_path / "tensors.pt")!r})
 scores = METHODS["first"].group_scores(keys, torch.ones(keys.shape[1]).bool(), query, 4)
 print(*scores[0].topk(6).indices.sort().values.tolist())
 """
-    assert told.stdout.splitlines()[0].split()[1:] == run_python(tree, code).split()
+    assert told.stdout.splitlines()[0].split()[1:] == run_python(built, code).split()
 
 
-def test_the_policy_retains_as_its_reference(tree: Path, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_the_policy_retains_as_its_reference(built: Path, tmp_path: Path) -> None:
     tokens, retained, draw = 203, 12, torch.Generator().manual_seed(2)
     keys = torch.randn(SHAPE["kv_heads"], tokens, SHAPE["head_dim"], generator=draw)
     query = torch.randn(4, 1, SHAPE["head_dim"], generator=draw)
     tmp_path.joinpath("keys.bin").write_bytes(keys.numpy().tobytes())
     tmp_path.joinpath("query.bin").write_bytes(query.numpy().tobytes())
     own = {"summary": {"kind": "none"}, "retention": {"policy": "knorm", "tokens": retained}}
-    told = ask(tree, tmp_path, CONFIG | own)
+    told = ask(built, tmp_path, CONFIG | own)
     assert told.returncode == 0, told.stdout
 
     sealed = (tokens - SELECTION["recent_tokens"]) // SELECTION["group_tokens"] * 4
@@ -215,8 +233,9 @@ def test_the_policy_retains_as_its_reference(tree: Path, tmp_path: Path) -> None
     torch.testing.assert_close(output.reshape(right.shape), right, rtol=1e-4, atol=1e-4)
 
 
-def test_a_policy_has_its_own_settings_alone(tree: Path, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_a_policy_has_its_own_settings_alone(built: Path, tmp_path: Path) -> None:
     own = {"policy": "knorm", "tokens": 8, "window_size": 4}
-    told = ask(tree, tmp_path, CONFIG | {"summary": {"kind": "none"}, "retention": own})
+    told = ask(built, tmp_path, CONFIG | {"summary": {"kind": "none"}, "retention": own})
     assert told.returncode == 1
     assert "retention.window_size: is not an option of policy 'knorm'" in told.stdout
