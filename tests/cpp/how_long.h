@@ -1,4 +1,5 @@
-// How much of a test that could go on for long runs: all of it in `make test-long`.
+// How much of a test that could go on for long runs: all of it in `make test-long`. Python's is
+// tests/how_long.py.
 #pragma once
 
 #include <cstdint>

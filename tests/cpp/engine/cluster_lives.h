@@ -2,7 +2,10 @@
 #pragma once
 
 #include <ostream>
+#include <set>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "cluster_run.h"
 #include "how_long.h"
@@ -119,6 +122,18 @@ inline constexpr ClusterLife kClusterLives[] = {
     {"float8_local_without_reuse",
      [](EngineOptions options) { return in_float8(without_reuse(updated(options, "local"))); }},
 };
+
+/// Those of `make test`: each setting of one that is left out stands in another.
+inline std::vector<ClusterLife> cluster_lives() {
+  const std::set<std::string_view> left_out = {"each_head",    "max",   "no_reuse",
+                                               "narrow_pools", "pools", "room_for_all_in_pools",
+                                               "static",       "local", "float8"};
+  std::vector<ClusterLife> chosen;
+  for (const ClusterLife& life : kClusterLives) {
+    if (is_long() || !left_out.contains(life.name)) chosen.push_back(life);
+  }
+  return chosen;
+}
 
 class ClusterLives : public testing::TestWithParam<ClusterLife> {
  protected:

@@ -5,6 +5,7 @@
 #include "device/host_device.h"
 #include "engine/report/engine_report.h"
 #include "engine_run.h"
+#include "how_long.h"
 #include "io/fault_injection.h"
 
 namespace kvswap {
@@ -16,7 +17,7 @@ constexpr int64_t kWindow = 20;         // more than one call of the kernel take
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr uint64_t kEvery = 9;
 #else
-constexpr uint64_t kEvery = 1;
+inline const uint64_t kEvery = stride(4);
 #endif
 
 inline EngineOptions keeping_options(const std::string& directory,

@@ -96,7 +96,7 @@ TEST_P(ClusteredFaults, LivesOnABadDisk) {
   EXPECT_GT(scribbled, 10 * count);
 }
 
-INSTANTIATE_TEST_SUITE_P(Lives, ClusteredFaults, testing::ValuesIn(kClusterLives),
+INSTANTIATE_TEST_SUITE_P(Lives, ClusteredFaults, testing::ValuesIn(cluster_lives()),
                          [](const auto& info) { return std::string(info.param.name); });
 
 TEST(ClusteredFault, WhatADiskRefusesIsDoneLater) {

@@ -99,7 +99,7 @@ TEST_P(Clustered, AuditsTellWhatWasMissed) {
   EXPECT_EQ(most > 1, options.groups_max < 100);
 }
 
-INSTANTIATE_TEST_SUITE_P(Lives, Clustered, testing::ValuesIn(kClusterLives),
+INSTANTIATE_TEST_SUITE_P(Lives, Clustered, testing::ValuesIn(cluster_lives()),
                          [](const auto& info) { return std::string(info.param.name); });
 
 /// What tokens of several rows wait for is read at once.

@@ -16,7 +16,7 @@ TEST_P(RandomLife, LosesNothingAndAttendsOverTheBest) {
   const auto& [shape, place] = GetParam();
   const TestDirectory directory;
   EngineOptions options = options_of(shape, directory.path());
-  for (uint64_t seed = 1; seed <= static_cast<uint64_t>(lives(2, 4)); ++seed) {
+  for (uint64_t seed = 1; seed <= static_cast<uint64_t>(lives(1, 4)); ++seed) {
     SCOPED_TRACE(seed);
     if (place == Place::kDevice) options.device = host_device({.delay_us_max = 100, .seed = seed});
     EngineRun run(options, seed);

@@ -11,6 +11,7 @@
 #include "cluster_run.h"
 #include "device/host_device.h"
 #include "engine_run.h"
+#include "how_long.h"
 #include "io/faulty_kernel.h"
 #include "io/host_info.h"
 
@@ -342,6 +343,7 @@ TEST_P(FaultMatrix, EndsInExactDataOrOneError) {
   const FaultClass& fault_class = kClasses[GetParam()];
   set_log([](const std::string&) {});
   const bool is_whole = std::getenv("KVSWAP_FAULT_TABLE") != nullptr;
+  const auto calls = static_cast<uint64_t>(lives(1, 2));
   int struck = 0;
   std::map<std::string, std::map<std::string, Cell>> cells;
   for (const Column& column : columns(directory_.path())) {
@@ -354,7 +356,7 @@ TEST_P(FaultMatrix, EndsInExactDataOrOneError) {
       Cell& cell = cells[column.name()][phase];
       cell.is_absent = column.is_on_device && std::string(phase) == "clusters";
       if (cell.is_absent) continue;
-      for (uint64_t nth = 1; nth <= (is_whole ? 6u : 2u); ++nth) {
+      for (uint64_t nth = 1; nth <= (is_whole ? 6u : calls); ++nth) {
         SCOPED_TRACE(column.name() + ", " + phase + ", call " + std::to_string(nth));
         FaultyKernel kernel;
         KernelFault fault = fault_class.fault;

@@ -239,7 +239,7 @@ TEST(ClusterNumbers, ThatTokensWaitForAreNotGivenAgain) {
   EXPECT_EQ(table.numbers().used(), 1);
 }
 
-INSTANTIATE_TEST_SUITE_P(Lives, SavedClusters, testing::ValuesIn(kClusterLives),
+INSTANTIATE_TEST_SUITE_P(Lives, SavedClusters, testing::ValuesIn(cluster_lives()),
                          [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include "device/host_device.h"
 #include "engine_run.h"
+#include "how_long.h"
 #include "saved_engine.h"
 
 namespace kvswap {
@@ -63,7 +64,7 @@ class SavedEngine : public testing::TestWithParam<Kind> {
 TEST_P(SavedEngine, OpensAsItWasAndGoesOnAsItWould) {
   const EngineOptions options = options_of(GetParam(), directory_.path());
   for (const bool may_link : {true, false}) {
-    for (uint64_t seed = 0; seed < 6; ++seed) {
+    for (int64_t seed = 0; seed < lives(2, 6); ++seed) {
       SCOPED_TRACE(testing::Message() << may_link << " " << seed);
       EngineRun run(options, seed);
       run.live(12, 3);
@@ -88,7 +89,7 @@ TEST_P(SavedEngine, OpensAsItWasAndGoesOnAsItWould) {
 
 TEST_P(SavedEngine, ForksGoTheirOwnWaysAlsoWhenTheFirstIsGone) {
   const EngineOptions options = options_of(GetParam(), directory_.path());
-  for (uint64_t seed = 0; seed < 6; ++seed) {
+  for (int64_t seed = 0; seed < lives(2, 6); ++seed) {
     SCOPED_TRACE(seed);
     EngineRun run(options, seed);
     run.live(10, 2);

@@ -215,7 +215,7 @@ TEST(Prefetch, RandomLivesOfEveryShapeAreThoseWithoutIt) {
         EngineOptions options = options_of(shape, directory.path());
         options.look_ahead = look_ahead;
         EngineRun run(options, 9);
-        run.live(30, shape.batch_max);
+        run.live(lives(15, 30), shape.batch_max);
         return run.outputs();
       };
       EXPECT_TRUE(live("verify") == live("off"));
@@ -226,13 +226,13 @@ TEST(Prefetch, RandomLivesOfEveryShapeAreThoseWithoutIt) {
 
 /// The run judges each choice by what the layer's own query would choose.
 TEST(Prefetch, ClustersAreChosenByTheTrueQuery) {
-  for (const ClusterLife& life : kClusterLives) {
+  for (const ClusterLife& life : cluster_lives()) {
     SCOPED_TRACE(life.name);
     const TestDirectory directory;
     EngineOptions options = life.adapt(cluster_options(directory.path()));
     options.look_ahead = "verify";
     ClusterRun run(options, 4);
-    run.live(60);
+    run.live(lives(30, 60));
     if (testing::Test::HasFatalFailure()) return;
   }
 }
@@ -305,7 +305,7 @@ TEST(Prefetch, AFaultIsDroppedAndCountedAndTheChoiceReadsAgain) {
     uint64_t dropped = 0;
     int refused = 0;
     for (const bool is_lasting : {false, true}) {
-      for (uint64_t nth = 1; nth < 60 && !testing::Test::HasFatalFailure(); nth += 3) {
+      for (uint64_t nth = 1; nth < 60 && !testing::Test::HasFatalFailure(); nth += 3 * stride(2)) {
         SCOPED_TRACE(std::string(reader) + ", read " + std::to_string(nth));
         Decoding struck(options, Prediction::kNear);
         struck.steps(2);
