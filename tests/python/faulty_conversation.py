@@ -12,6 +12,7 @@ import torch
 from kvswap_torch import KVSwapCache
 from kvswap_torch.cache_argument import cache_argument
 from kvswap_torch.errors import StorageError
+from tests.how_long import lives
 from tests.python.faulty_kernel import FaultyKernel
 from tests.python.tiny_models import tokens_of
 
@@ -77,4 +78,4 @@ def at_every_call(
             struck = disk.injected > 0
             disk.heal()
         assert all(map(torch.equal, told, undisturbed)), (call, nth)
-        nth += 1 if nth < 8 or EVERY_CALL else nth // 4
+        nth += 1 if nth < lives(3, 8) or EVERY_CALL else nth // lives(2, 4)

@@ -66,6 +66,7 @@ def go_on(model: Any, cache: KVSwapCache, steps: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("call", ["read", "write", "allocate"])
+@pytest.mark.pairs(once=["call", "layout"])
 def test_the_nth_call_fails_and_the_pass_is_repeated(
     call: str, layout: str, disk: FaultyKernel, tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_the_nth_call_fails_and_the_pass_is_repeated(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("call", ["read", "write", "allocate"])
+@pytest.mark.pairs(once=["call", "layout"])
 def test_what_a_fault_left_is_gone_with_the_next_text(
     call: str, layout: str, disk: FaultyKernel, tmp_path: Path
 ) -> None:

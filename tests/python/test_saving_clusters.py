@@ -12,6 +12,7 @@ import torch
 
 from kvswap_torch import CorruptionError, KVSwapCache, KVSwapError
 from kvswap_torch._C import SavedCache
+from tests.how_long import lives
 from tests.python.saved_conversation import beams_are_equal, goes_on
 from tests.python.saved_manifest import copied, put_state, state_of
 from tests.python.test_presets_generate import model_of, small
@@ -41,6 +42,7 @@ def cost_of(cache: KVSwapCache) -> tuple:
 @pytest.mark.parametrize("tokens", [1, 40])
 @pytest.mark.parametrize("update", ["adaptive", "static", "local", "adaptive in fp8"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.pairs
 def test_it_goes_on_as_the_one_that_was_never_saved(
     kind: str, update: str, tokens: int, tmp_path: Path
 ) -> None:
@@ -124,7 +126,7 @@ def test_a_state_that_was_changed_and_signed_again_is_our_error(tmp_path: Path) 
     tensors = sorted(name for name in places if any(word in name for word in words))
     kinds = {name.split(".")[-1] for name in tensors}
     assert len(kinds) == 15, kinds
-    for number in range(300):
+    for number in range(lives(120, 300)):
         name = tensors[number % len(tensors)]
         begin, end = places[name]
         place = begin + 4 * chosen.randrange((end - begin) // 4)

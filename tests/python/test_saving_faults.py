@@ -25,6 +25,7 @@ from kvswap_torch import CorruptionError, KVSwapCache, KVSwapError
 from kvswap_torch.errors import StorageError
 from kvswap_torch.failures import failure_of
 from kvswap_torch.saved_path import is_in_use
+from tests.how_long import lives
 from tests.python.faulty_kernel import FaultyKernel, faulty_kernel, striking
 from tests.python.saved_child import ROOT, OtherProcess
 from tests.python.saved_conversation import filled, goes_on
@@ -40,6 +41,7 @@ FILES = ("manifest.json", "state.safetensors", "records.bin")
 CALLS = [(file, call) for file in FILES for call in ("open", "read", "facts")]
 CALLS.remove(("records.bin", "read"))
 LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EACCES, errno.EIO)
+SECONDS = lives(3, 8)  # of a race
 SYNC = dataclasses.replace(TIGHT, reader="sync")
 
 
@@ -62,6 +64,7 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("error", LACKS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("file, call", CALLS)  # records are read by a session: see below
+@pytest.mark.pairs(once=["file", "call", "error"])
 def test_what_fails_is_no_damage(
     file: str, call: str, error: int, saved: Path, kernel: FaultyKernel
 ) -> None:
@@ -119,6 +122,7 @@ def test_a_record_s_failure_names_its_own_disk(saved: Path, kernel: FaultyKernel
 
 @pytest.mark.parametrize("bytes_left", [0, 4, 100, 4096])
 @pytest.mark.parametrize("file", FILES)
+@pytest.mark.pairs(once=["file", "bytes_left"])
 def test_a_file_that_is_cut_while_it_is_open(file: str, bytes_left: int, saved: Path) -> None:
     """By another thread, again and again; in a process of its own, which must live."""
     program = f"""
@@ -323,7 +327,7 @@ def test_records_that_cannot_be_looked_at_are_not_replaced(
 
 def test_a_removal_beside_a_replacement(tmp_path: Path) -> None:
     """Two that save under one name, one that removes: whole, or not there; and no other error."""
-    saved, ends, wrong = tmp_path / "a", time.monotonic() + 8, []
+    saved, ends, wrong = tmp_path / "a", time.monotonic() + SECONDS, []
 
     def removes() -> None:
         while time.monotonic() < ends:
@@ -340,7 +344,7 @@ def test_a_removal_beside_a_replacement(tmp_path: Path) -> None:
         from tests.python.saved_conversation import filled
         from tests.python.tiny_models import tiny_model
         cache, _ = filled(tiny_model("llama"), {str(tmp_path)!r})
-        saves, end = 0, time.monotonic() + 6
+        saves, end = 0, time.monotonic() + {SECONDS - 1}
         while time.monotonic() < end or saves == 0:
             try:
                 cache.save({str(saved)!r}, overwrite=True)
@@ -359,7 +363,7 @@ def test_a_removal_beside_a_replacement(tmp_path: Path) -> None:
     removing = threading.Thread(target=removes)
     while not saved.exists() and all(each.poll() is None for each in savers):
         time.sleep(0.01)
-    ends = time.monotonic() + 8
+    ends = time.monotonic() + SECONDS
     removing.start()
     for each in savers:
         out, err = each.communicate()
