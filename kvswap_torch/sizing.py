@@ -131,7 +131,12 @@ def fit_budget(
 
 
 def spend_budget(
-    request: Request, shape: ModelShape, config: SwapConfig, need: Need, on_device: bool = False
+    request: Request,
+    shape: ModelShape,
+    config: SwapConfig,
+    need: Need,
+    on_device: bool = False,
+    rank_max: int | None = None,
 ) -> SwapConfig:
     """The settings that make the most of a budget, where nobody has calibrated or asked for any.
 
@@ -150,6 +155,8 @@ def spend_budget(
     on_device
         Pages are a device's, which has no kernels for int4 rows: they are not chosen, nor are
         pages shared, which is measured on none.
+    rank_max
+        No more, as of projections that are there.
 
     Raises
     ------
@@ -157,11 +164,11 @@ def spend_budget(
         As `fit_budget`.
     """
 
-    return _searched("spend_budget", request, shape, config, need, on_device)
+    return _searched("spend_budget", request, shape, config, need, on_device, rank_max)
 
 
 def _searched(
-    name: str, request: Request, shape: ModelShape, config: SwapConfig, need: Need, *how: bool
+    name: str, request: Request, shape: ModelShape, config: SwapConfig, need: Need, *how: Any
 ) -> SwapConfig:
     """What C++'s search of that name chooses: rank, groups, pages, whose, and rows' precision."""
     from kvswap_torch import _C

@@ -24,9 +24,11 @@ from kvswap_torch.hf.need import CacheNeed
 from kvswap_torch.hf.no_gradient import NoGradient
 from kvswap_torch.hf.padding import Padding
 from kvswap_torch.hf.plug_ins import PlugIns
+from kvswap_torch.hf.redivision import Redivision
 from kvswap_torch.hf.rotary import rotary_channels
 from kvswap_torch.hf.session import ScoreTerms, Session
 from kvswap_torch.hf.settings import Budget, FirstPass, ready_for, settle
+from kvswap_torch.native import cache_options
 from kvswap_torch.projection import Pair
 
 logger = logging.getLogger("kvswap_torch")
@@ -73,11 +75,11 @@ class SessionDriver:
         self.padding = Padding()
         self.timeline_spans = timeline_spans
         self.path = None if path is None else os.path.abspath(path)  # also after a chdir()
-        self._given = config
+        self.given = config
         self.budget = budget
         self._predictor = look_ahead
         self._projections = projections
-        self._need = CacheNeed(
+        self.need = CacheNeed(
             parts,
             self.path,
             budget,
@@ -95,7 +97,9 @@ class SessionDriver:
         self._cuts: dict[tuple[int, str], int] = {}  # asked of single layers, not yet of all
         self._held = 0  # sequences when the pass began
         self._longest = 0  # positions that there were when any key was made, as far as is known
+        self._began = 0  # positions when the pass began
         self._owner_pid, self.is_open = os.getpid(), True
+        self.redivision = Redivision(self)
         self._open(None)
         self.plug_ins.belong_to(self)
 
@@ -104,16 +108,16 @@ class SessionDriver:
 
         def settled() -> SwapConfig:
             on_device = self.parts.device.type != "cpu"
-            return settle(self._given, self.parts.shape, self.budget, self._need, first, on_device)
+            return settle(self.given, self.parts.shape, self.budget, self.need, first, on_device)
 
-        config = self._need.search(settled)
+        config = self.need.search(settled)
         unlimited = self.budget.kv_memory_bytes is None
         before = vars(self).get("session")  # none while the cache is made
         if before is not None and unlimited and config == self.config:
             return  # the first pass changes nothing
         self.plug_ins.open(config, self.parts)
-        beside = self._need.beside(config, *ready_for(self.budget, first))
-        options = self._need.options(config, sum(beside.values()))
+        beside = self.need.beside(config, *ready_for(self.budget, first))
+        options = self.need.options(config, sum(beside.values()))
         if config.predicts:
             self._predictor.build()
         session: Session = session_module.open_session(options)
@@ -139,6 +143,15 @@ class SessionDriver:
         """A session that is open, with its settings."""
         self.session, self.config, self.ranks = session, config, ranks
         self.estimates.serve(session, config)
+
+    def divide(self, config: SwapConfig, text: FirstPass) -> None:
+        """The session goes on with settings that differ in how they divide the budget."""
+        beside = self.need.beside(config, *ready_for(self.budget, text))
+        options = self.need.options(config, sum(beside.values()))
+        self.session.divide(cache_options(**options))
+        if config.predicts:
+            self._predictor.build()
+        self._hold(self.session, config, options["ranks"])
 
     # What the cache's layers ask.
 
@@ -201,10 +214,12 @@ class SessionDriver:
         longest = self._longest if positions else 0
         refuse_rope_crossing(self.parts, positions, tokens, longest)
         self._longest = max(longest, positions + tokens)
-        if not self._settled:
-            first = FirstPass(batch, max(tokens, self.expected))
-            self._open(first)
-            self.first_pass, self._settled = first, True
+        needed = max(positions + tokens, self._began + self.expected)
+        is_outgrown = self._settled and self.redivision.is_outgrown(batch, needed)
+        if not self._settled or (is_outgrown and positions == 0):
+            self._open_for(FirstPass(batch, max(tokens, self.expected)))
+        elif is_outgrown:
+            self.redivision.make_room(batch, needed)
         self._held = held
         past, valid = self.padding.declare(positions, batch, tokens, mask)
         if past is not None:
@@ -216,9 +231,16 @@ class SessionDriver:
         self._declared = self._declared or valid is not None
         self.session.begin_pass(pass_of(tokens, self.config.selection.max_step_tokens), valid)
 
+    def _open_for(self, first: FirstPass) -> None:
+        """With the settings of a text that begins with this pass."""
+        self._open(first)
+        self.first_pass, self._settled = first, True
+        has_guessed = self.budget.kv_memory_bytes is not None and self.budget.max_context is None
+        self.redivision.begin(first.context if has_guessed else None)
+
     def begin_pass(self) -> int:
         """Positions before a pass that is about to begin; `take_back` comes back to this."""
-        positions = self.positions()
+        positions = self._began = self.positions()
         if self.session.common_positions() < 0:
             self.session.begin_pass("decode")  # raises, with the crop that is unfinished
         self.estimates.begin_pass()
@@ -308,7 +330,7 @@ class SessionDriver:
 
     def bytes_beside(self) -> dict[str, int]:
         """Memory beside the session's, by use: what predicts queries, and a plug-in's."""
-        uses = self._need.beside(self.config, self.session.batch(), self.positions())
+        uses = self.need.beside(self.config, self.session.batch(), self.positions())
         return {use: size for use, size in uses.items() if size}
 
     @property
@@ -321,10 +343,20 @@ class SessionDriver:
         return f"{self._predictor.description}, verified" if mode == "verify" else mode
 
     @property
+    def is_calibrated(self) -> bool:
+        """Whether projections come from a file."""
+        return self._projections is not None
+
+    @property
     def projection_source(self) -> str:
-        return "file" if self._projections is not None else self.estimates.source
+        return "file" if self.is_calibrated else self.estimates.source
 
     # The whole cache.
+
+    def follow(self, other: SessionDriver) -> None:
+        """This one's session is a fork of that one's: its text grows as that would."""
+        self.given, self.first_pass = other.given, other.first_pass
+        self.redivision.begin(other.redivision.context)
 
     def crop_side(self, layer: int, side: str, positions: int) -> None:
         """One layer's keys or values are to be cut; they are once all layers' have been."""
@@ -359,6 +391,7 @@ class SessionDriver:
         self.estimates.kinds.clear()  # the next text's first long chunk tells more about it
         self._settled = self._settles_at_once
         self.first_pass = None
+        self.redivision.forget()
 
     def refuse(self) -> None:
         """From here on every use raises `ClosedError`: of a cache that is about to be closed."""

@@ -72,6 +72,11 @@ class PlugIns:
         return groups + notes_bytes(self.token_scores, batch, tokens)
 
     @property
+    def are_none(self) -> bool:
+        """Whether the engine decides alone."""
+        return self.group_scores is None and self.token_scores is None
+
+    @property
     def sees_attention(self) -> bool:
         """Whether steps must be weighed for one of them."""
         return sees_attention(self.token_scores)

@@ -298,6 +298,7 @@ class Saving:
         )
         spans = driver.timeline_spans
         cache = _continued(type(self), self.parts, driver.path, driver.budget, start, spans)
+        cache.driver.follow(driver)
         cache._vision.deltas = self._vision.deltas
         for index, layer in enumerate(self.layers):
             if isinstance(layer, IndexedLayer):

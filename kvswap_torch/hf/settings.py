@@ -53,15 +53,25 @@ def budget_of(
 
 @dataclass(frozen=True)
 class FirstPass:
-    """The first forward pass, where that is what is known."""
+    """The first forward pass, where that is what is known.
+
+    Parameters
+    ----------
+    batch, tokens
+        Sequences, and tokens of each.
+    most
+        Tokens that there will be at most, where that is known.
+    """
 
     batch: int
     tokens: int
+    most: int | None = None
 
     @property
     def context(self) -> int:
         """What to be ready for: half as long again, at least 1,024 tokens more."""
-        return self.tokens + max(1024, self.tokens // 2)
+        usual = self.tokens + max(1024, self.tokens // 2)
+        return usual if self.most is None else max(self.tokens, min(usual, self.most))
 
 
 def ready_for(budget: Budget, first: FirstPass | None) -> tuple[int, int]:
@@ -77,6 +87,8 @@ def settle(
     need: Need,
     first: FirstPass | None = None,
     on_device: bool = False,
+    rank_max: int | tuple[int, ...] | None = None,
+    began: FirstPass | None = None,
 ) -> SwapConfig:
     """The settings for a run.
 
@@ -89,6 +101,11 @@ def settle(
     on_device
         Pages are a device's, which has no kernels for int4 rows: they are not chosen unasked, nor
         are pages shared.
+    rank_max
+        Of projections that are there: `summary.rank` is no higher.
+    began
+        The first pass, where `first` is a later one: a table's solution is chosen for it, since
+        solutions differ in more than memory.
     """
     batch, context = ready_for(budget, first)
     if config is None:
@@ -98,8 +115,10 @@ def settle(
     # What a tuner has measured is not made slower.
     may_share = not base.solutions and not on_device
     if base.solutions and (budget.is_known or first is not None):
-        base = base.for_batch_and_context(batch, context)
+        base = base.for_batch_and_context(*ready_for(budget, began or first))
     base = dataclasses.replace(base, solutions=())
+    if rank_max is not None:
+        base = base.with_settings({"summary.rank": rank_max})
     if budget.kv_memory_bytes is None:
         return base
     request = Request(budget.kv_memory_bytes, context, batch)
@@ -109,7 +128,8 @@ def settle(
 
     if config is not None and not budget.divides:
         return fit_budget(request, shape, base, uses, may_share=may_share)
-    return spend_budget(request, shape, base, uses, on_device)
+    most = rank_max if isinstance(rank_max, int) else None  # of what is spent it is one number
+    return spend_budget(request, shape, base, uses, on_device, most)
 
 
 def default_config(shape: ModelShape, context: int) -> SwapConfig:

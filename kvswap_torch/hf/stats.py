@@ -23,6 +23,7 @@ class CacheStats:
     """Counts since the cache was opened; prints as a table, as plain lines where rich is missing.
 
     With a budget and no `max_context` they begin with the settings of a text: anew after `reset`.
+    Where the budget was divided anew they go on, but for what audits and the timeline have seen.
 
     Parameters
     ----------
@@ -74,6 +75,10 @@ class CacheStats:
     resident_bytes, resident_bytes_peak, ledger
         Memory in use, the most so far, and what it is used for. `kv_memory_bytes` bounds it, with
         `shared_bytes`, and the most is of both together.
+    divided_for, divided_anew
+        With a budget: tokens of a text that it is divided for now, `max_context` or what was
+        guessed, None where that is not known; and how often it was divided anew since the text
+        began, because it had outgrown that.
     shared_bytes
         Summaries in use here that another cache counts: one that this is a fork of, or a fork of
         it. When that one is closed, the next that shares them counts them.
@@ -134,6 +139,8 @@ class CacheStats:
     write_wait_seconds: float
     resident_bytes: int
     resident_bytes_peak: int
+    divided_for: int | None
+    divided_anew: int
     shared_bytes: int
     ledger: Mapping[str, int]
     process: ProcessMemory
@@ -205,8 +212,8 @@ def collect(driver: SessionDriver, process: ProcessMemory, timeline: bool = Fals
             f"open it with KVSwapCache(..., timeline_spans={SPANS})"
         )
     session, shape = driver.session, driver.parts.shape
-    counters, facts = session.counters(), session.facts()
-    ledger = dict(session.ledger())
+    counters, facts = driver.redivision.counters(), session.facts()
+    ledger = driver.redivision.ledger()
     beside = driver.bytes_beside()
     resident, peak = (ledger.pop(name) + sum(beside.values()) for name in ("total", "peak"))
     shared = ledger.pop("shared", 0)
@@ -238,6 +245,8 @@ def collect(driver: SessionDriver, process: ProcessMemory, timeline: bool = Fals
         write_wait_seconds=counters["write_blocked_seconds"],
         resident_bytes=resident,
         resident_bytes_peak=peak,
+        divided_for=_divided_for(driver),
+        divided_anew=driver.redivision.count,
         shared_bytes=shared,
         ledger=ledger,
         process=process,
@@ -257,6 +266,12 @@ def collect(driver: SessionDriver, process: ProcessMemory, timeline: bool = Fals
         counters=counters,
         timeline=Timeline(json.loads(session.timeline())) if timeline else None,
     )
+
+
+def _divided_for(driver: SessionDriver) -> int | None:
+    if driver.budget.kv_memory_bytes is None:
+        return None
+    return driver.budget.max_context or driver.redivision.context
 
 
 def _weights_numbers(model: Any) -> dict[str, Any]:
@@ -329,6 +344,9 @@ def _rows(stats: CacheStats) -> list[tuple[str, str]]:
         )
     if stats.missed_mass_excess:
         rows.append(("above audit.max_missed_mass", f"{stats.missed_mass_excess:.1%}"))
+    if stats.divided_anew:
+        times = f"{stats.divided_anew} time" + ("s" if stats.divided_anew > 1 else "")
+        rows.append(("memory divided anew", f"{times}, now for {stats.divided_for:,} tokens"))
     if stats.preset:
         rows.insert(0, ("preset", stats.preset))
     if stats.probe:

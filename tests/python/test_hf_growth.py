@@ -1,4 +1,4 @@
-"""A text that outgrows what its first pass promised."""
+"""A text that outgrows what its first pass promised, where nothing is divided anew."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import re
 
 import pytest
 
-from kvswap_torch import BudgetError, KVSwapCache
+from kvswap_torch import BudgetError, KVSwapCache, SwapConfig
 from tests.python.tiny_models import forward, prompt, tiny_model
 
 CHUNK = 150
+MEANS = SwapConfig(summary={"kind": "mean"})  # whose rows are not made again
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def least_budget(model, path) -> int:
     budget = 1
     for _ in range(3):
         try:
-            with KVSwapCache(model, path, kv_memory_bytes=budget) as cache:
+            with KVSwapCache(model, path, MEANS, budget) as cache:
                 read_in_pieces(model, cache, CHUNK)
             return budget
         except BudgetError as error:
@@ -37,7 +38,7 @@ def least_budget(model, path) -> int:
 
 def test_a_text_that_outgrows_its_first_pass_names_what_to_give(long_llama, tmp_path):
     budget = least_budget(long_llama, tmp_path) + 2000
-    with KVSwapCache(long_llama, tmp_path, kv_memory_bytes=budget) as cache:
+    with KVSwapCache(long_llama, tmp_path, MEANS, budget) as cache:
         with pytest.raises(BudgetError) as error:
             read_in_pieces(long_llama, cache, 8000)
         held = cache.get_seq_length()

@@ -204,7 +204,7 @@ def test_a_cache_takes_a_preset_for_its_model_and_disk(llama, tmp_path):
             if name == "loki":
                 assert config.rank == 4 and cache.driver.ranks == [4, 4, 4]
             if name == "kvswap":
-                assert cache.driver._given is None
+                assert cache.driver.given is None
             if config.heads == "each":
                 assert config.group_tokens >= 1
     with pytest.raises(ConfigError, match="preset: must be left out with config"):
