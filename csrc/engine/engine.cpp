@@ -236,6 +236,12 @@ Status Engine::select_sequences(std::span<const int64_t> indices) {
   return editor_.select_sequences(split);
 }
 
+Status Engine::read_all() {
+  KVSWAP_RETURN_IF_ERROR(calls_.enter());
+  appender_.forget();
+  return editor_.read_all();
+}
+
 Status Engine::crop(int64_t positions) {
   KVSWAP_RETURN_IF_ERROR(calls_.enter_crop());
   appender_.forget();

@@ -83,6 +83,8 @@ class Engine {
   bool needs_projection(int64_t layer) const;
   Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
   Status select_sequences(std::span<const int64_t> indices);
+  /// That every record that a summary is made from can be read.
+  Status read_all();
   /// All or nothing, unless what returns to the tail was read once, and the second reading fails or
   /// is ended: until crop() is called again, to as many positions or fewer, or reset(), all calls
   /// that compute, save or change anything are refused.

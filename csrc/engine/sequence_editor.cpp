@@ -62,6 +62,16 @@ Status SequenceEditor::crop(int64_t positions) {
   return Status::ok();
 }
 
+Status SequenceEditor::read_all() {
+  KVSWAP_RETURN_IF_ERROR(steps_.drop_all());
+  for (int64_t layer = 0; layer < context_.options.layers; ++layer) {
+    if (context_.plan.is_exact(layer)) continue;
+    KVSWAP_RETURN_IF_ERROR(read({.layer = layer, .groups = batch_.layer(layer).sealed_groups},
+                                [](const Read&) { return Status::ok(); }));
+  }
+  return Status::ok();
+}
+
 Result<SequenceEditor::Returning> SequenceEditor::returning_of(int64_t layer,
                                                                int64_t positions) const {
   const Batch::Layer& state = batch_.layer(layer);

@@ -34,6 +34,9 @@ class SequenceEditor {
   /// Both [kv_heads * head_dim, rank]; what is sealed is read and summarised anew.
   Status set_projection(int64_t layer, int64_t rank, const float* keys, const float* queries);
 
+  /// Reads every record that summaries are made from, and changes nothing.
+  Status read_all();
+
   /// What it allocates.
   static void reserve(Arena& arena, const Plan& plan);
 

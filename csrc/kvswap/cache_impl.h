@@ -124,6 +124,8 @@ class Cache::Impl {
     const EngineOptions next = engine_options(divided);
     throw_status(next.validate());
     check_ranks(next.ranks);
+    // Of both divisions all records are read: what cannot be read is found while one stands.
+    throw_status(engine_->read_all());
     carried_ = std::make_unique<CarriedState>(*engine_, CarriedState::Summaries::kMadeAgain);
     take(nullptr);
     try {

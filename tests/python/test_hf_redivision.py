@@ -303,7 +303,23 @@ def test_while_the_disk_fails_each_use_says_so(model, tmp_path, disk):
         for _ in range(3):
             with pytest.raises(StorageError):
                 read(model, one, inputs, 1900)
+            assert one.stats().divided_anew == 0, "all was read before the old division went"
         disk.heal()
         assert one.get_seq_length() == 1900
         read(model, one, inputs, 1900)
+        assert torch.isfinite(decoded(model, one, inputs)).all()
+
+
+def test_a_record_that_cannot_be_read_ends_no_cache(model, tmp_path, disk):
+    inputs = prompt(1, 2200)
+    head = {name: each[:, :1900] for name, each in inputs.items()}
+    disk.heal()
+    with KVSwapCache(model, tmp_path, kv_memory_bytes=least(model, tmp_path, 8192) * 5 // 4) as one:
+        read(model, one, head)
+        disk.arm("read", lasts=True, name="")
+        with pytest.raises(StorageError):
+            read(model, one, inputs, 1900)
+        one.reset()
+        disk.heal()
+        read(model, one, inputs)
         assert torch.isfinite(decoded(model, one, inputs)).all()

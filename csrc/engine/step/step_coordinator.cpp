@@ -5,11 +5,11 @@
 namespace kvswap {
 
 void StepCoordinator::reserve(Arena& arena, const Plan& plan, const Extent& extent) {
-  // Of a group that a layer has chosen: its number and its page.
-  constexpr int64_t kChosenBytes = 2 * sizeof(int32_t);
+  // Of a group that a layer has chosen: its number and its page; its number as of the last step.
+  const int64_t chosen_bytes = (plan.options.new_group_ratio ? 3 : 2) * sizeof(int32_t);
   const int64_t pages = size_product({extent.batch, plan.options.pages_max});
   arena.take(Use::kTables, size_product({plan.page_layers, pages, Fetch::bytes_per_load()}));
-  arena.take(Use::kTables, size_product({plan.options.layers, pages, kChosenBytes}));
+  arena.take(Use::kTables, size_product({plan.options.layers, pages, chosen_bytes}));
 }
 
 StepCoordinator::StepCoordinator(EngineContext& context, const Batch& batch, Sealer& sealer)
