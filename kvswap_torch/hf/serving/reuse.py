@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,7 +160,7 @@ class PrefixReuse:
             self._read_all(ids, turn)
             if self._cache.get_seq_length() < len(prompt):
                 self._pass(ids[:, -1:], turn)
-            self._count()
+            self._count(self._cache)
             if self._reuses and self._store.covered(prompt, turn.owner) < len(prompt):
                 self._store.save(self._cache, prompt, turn.owner)
         give_back_memory()
@@ -300,10 +300,14 @@ class PrefixReuse:
         )
 
     def _leave_cache(self) -> None:
-        if self._cache is not None:
-            self._count()
-            self._cache.close()
-        self._cache, self._entry, self._prompt, self._counted = None, None, None, {}
+        cache, self._cache = self._cache, None
+        try:
+            if cache is not None:
+                self._count(cache)
+        finally:
+            if cache is not None:
+                cache.close()
+            self._entry, self._prompt, self._counted = None, None, {}
 
     def _tokens(self) -> torch.Tensor:
         """``[tokens]`` int32 that the open cache has read; none where there is no cache."""
@@ -394,7 +398,7 @@ class PrefixReuse:
     def _settle(self) -> None:
         if self._cache is None:
             return
-        self._count()
+        self._count(self._cache)
         tokens = self._tokens()
         if len(tokens) == 0:
             self._leave_cache()  # a request has made more sequences of it, or the last one failed
@@ -412,12 +416,14 @@ class PrefixReuse:
             self._leave_cache()
             self._store.make_room(0)
 
-    def _count(self) -> None:
-        stats = self._cache.stats()
-        for name, field in _COUNTED.items():
-            value = getattr(stats, field)
-            self._counts.add(name, value - self._counted.get(name, 0))
-            self._counted[name] = value
+    def _count(self, cache: KVSwapCache) -> None:
+        """A cache that cannot be asked is not counted. What was dropped unwritten is no minus."""
+        with suppress(KVSwapError):
+            stats = cache.stats()
+            for name, field in _COUNTED.items():
+                value = getattr(stats, field)
+                self._counts.add(name, max(0, value - self._counted.get(name, 0)))
+                self._counted[name] = value
 
 
 def _check_client(turn: Turn) -> None:
