@@ -234,6 +234,7 @@ class SessionDriver:
     def _open_for(self, first: FirstPass) -> None:
         """With the settings of a text that begins with this pass."""
         self._open(first)
+        self.estimates.kinds.clear()  # there is no text: its first long chunk tells more about it
         self.first_pass, self._settled = first, True
         has_guessed = self.budget.kv_memory_bytes is not None and self.budget.max_context is None
         self.redivision.begin(first.context if has_guessed else None)
@@ -356,7 +357,7 @@ class SessionDriver:
     def follow(self, other: SessionDriver) -> None:
         """This one's session is a fork of that one's: its text grows as that would."""
         self.given, self.first_pass = other.given, other.first_pass
-        self.redivision.begin(other.redivision.context)
+        self.redivision.follow(other.redivision)
 
     def crop_side(self, layer: int, side: str, positions: int) -> None:
         """One layer's keys or values are to be cut; they are once all layers' have been."""

@@ -35,9 +35,13 @@ class ExplainedGrowth:
         if not isinstance(error, BudgetError) or first is None or budget.max_context is not None:
             return
         context = self._driver.positions(self._layer) + self._tokens
+        divided = self._driver.redivision.context or first.context
+        reason = f"the first forward pass had {first.tokens:,}"
+        if divided != first.context:
+            reason = "the text had outgrown what was chosen before"
         raise BudgetError(
-            f"{error}. Settings were chosen for {first.context:,} tokens, since the first forward "
-            f"pass had {first.tokens:,} and max_context was not given. Open the cache with "
+            f"{error}. Settings were chosen for {divided:,} tokens, since {reason} "
+            f"and max_context was not given. Open the cache with "
             f"max_context={context} or more, for the whole prompt and its answer; then a prompt "
             f"may be read in pieces, as with prefill_chunk_size={first.tokens}"
         ) from error

@@ -21,6 +21,8 @@ logger = logging.getLogger("kvswap_torch")
 
 CONTEXT_MAX = 2**31 - 1  # positions are of 32 bits in the session
 STEPS = 8  # between the context that is needed and the one to be ready for
+TOKENS_WON = 64  # that a division makes room for at least: it reads all records again
+DIVISIONS_MAX = 48  # each adds a file to those that a session stands on, of which 64 are the most
 #: Counters that are sums; those of single layers begin with ``prefetch_``.
 SUMS = (
     *("steps", "sequences", "groups_attended", "groups_loaded", "groups_read_again"),
@@ -70,6 +72,13 @@ class Redivision:
         self._enough: tuple[int, int] | None = None  # sequences, and tokens that settings serve
         self._sums: dict[str, float] = {}  # of sessions before
         self._peak = 0
+        self._files = 0  # that divisions have added, of this cache and of what it is a fork of
+        self._left_out = 0 if context is None else self._predictor_bytes  # of the session's budget
+
+    def follow(self, other: Redivision) -> None:
+        """The session is a fork of that one's."""
+        self.begin(other.context)
+        self._files, self._left_out = other._files, other._left_out
 
     # What sessions before have counted.
 
@@ -105,13 +114,16 @@ class Redivision:
         driver = self._driver
         try:
             config, context = self._plan(batch, tokens)
+            if config != driver.config or self._freed:
+                self._divide(config, FirstPass(batch, tokens, context))
         except BudgetError as error:
-            if not self._fits(driver.config, batch, tokens):
+            if self._freed:
+                with contextlib.suppress(BudgetError):
+                    self._divide(driver.config, FirstPass(batch, tokens, tokens))
+            if not self._fits(batch, tokens):
                 raise self._refusal(error) from error
             self._enough = batch, self._longest(batch)  # there is room for a few tokens yet
             return
-        if config != driver.config:
-            self._divide(config, FirstPass(batch, tokens, context))
         self.context, self._enough = context, None
 
     @property
@@ -139,39 +151,71 @@ class Redivision:
             driver = self._driver
             divides = driver.given is None or driver.budget.divides
             most = self.context or 0 if divides else CONTEXT_MAX
-            fits = self._fits(driver.config, batch, most)
+            fits = self._fits(batch, most)
             self._enough = batch, most if fits else self._longest(batch)
         return self._enough[1]
 
-    def _fits(self, config: SwapConfig, batch: int, tokens: int) -> bool:
+    def _fits(self, batch: int, tokens: int) -> bool:
+        """Whether the session has memory for so many tokens, with the settings that it has."""
         driver = self._driver
-        return driver.need(config, batch, tokens)["total"] <= driver.budget.kv_memory_bytes
+        taken = driver.need(driver.config, batch, tokens)["total"] + self._freed
+        return taken <= driver.budget.kv_memory_bytes
+
+    @property
+    def _predictor_bytes(self) -> int:
+        driver = self._driver
+        return driver.need.beside(driver.config, 1, 1)["predictor"]
+
+    @property
+    def _freed(self) -> int:
+        """Bytes that a plan has taken from predictors, and the session does not have yet."""
+        return self._left_out - self._predictor_bytes
 
     def _longest(self, batch: int) -> int:
         """Tokens that there is room for with the present settings; 0: for none."""
         low, high = 0, CONTEXT_MAX
         while low < high:
             middle = (low + high + 1) // 2
-            if self._fits(self._driver.config, batch, middle):
+            if self._fits(batch, middle):
                 low = middle
             else:
                 high = middle - 1
         return low
 
     def _plan(self, batch: int, tokens: int) -> tuple[SwapConfig, int]:
-        """Settings, and the context that they are for: half as long again, or what there is."""
+        """Settings, and the context that they are for: half as long again, or what there is.
+
+        Raises
+        ------
+        BudgetError
+            No division makes room for `TOKENS_WON`, or for the rest of what the model was made for.
+        """
         longest = getattr(self._driver.parts.config, "max_position_embeddings", None)
+        longest = longest if longest and longest >= tokens else None  # once passed it is no bound
         most = FirstPass(batch, tokens, longest).context
-        steps = range(STEPS, 0, -1)
-        contexts = dict.fromkeys(tokens + (most - tokens) * step // STEPS for step in steps)
+        least = min(most, tokens + TOKENS_WON)
+        steps = (tokens + (most - tokens) * step // STEPS for step in range(STEPS, 0, -1))
+        contexts = [context for context in dict.fromkeys(steps) if context >= least]
 
         def planned() -> tuple[SwapConfig, int]:
             for context in contexts:
                 with contextlib.suppress(BudgetError):
                     return self._settled(FirstPass(batch, tokens, context)), context
-            return self._settled(FirstPass(batch, tokens, tokens)), tokens
+            return self._near_the_end(FirstPass(batch, tokens, least), contexts[-1])
 
         return self._driver.need.search(planned)
+
+    def _near_the_end(self, least: FirstPass, too_many: int) -> tuple[SwapConfig, int]:
+        """Of what lies between the two, the most that fits: then nothing is divided again."""
+        low, found = least.context, self._settled(least)
+        while too_many - low > TOKENS_WON:
+            middle = (low + too_many) // 2
+            try:
+                found = self._settled(FirstPass(least.batch, least.tokens, middle))
+                low = middle
+            except BudgetError:
+                too_many = middle
+        return found, low
 
     def _settled(self, text: FirstPass) -> SwapConfig:
         driver = self._driver
@@ -190,16 +234,23 @@ class Redivision:
 
     def _divide(self, config: SwapConfig, text: FirstPass) -> None:
         driver, began = self._driver, time.perf_counter()
+        if self._files >= DIVISIONS_MAX:
+            raise BudgetError(
+                f"kv_memory_bytes: must be divided anew at most {DIVISIONS_MAX} times for one text "
+                f"and its forks, which {text.tokens:,} tokens would exceed"
+            )
         sums = {name: n for name, n in self.counters().items() if _is_sum(name)}
         peak, before = self.ledger()["peak"], driver.config
         driver.divide(config, text)
         self._sums, self._peak = sums, peak
         self.count += 1
+        self._files += 1
+        self._left_out = self._predictor_bytes
         logger.warning(
             "KVSwapCache: kv_memory_bytes was divided anew, for %s tokens, in %.2f s, since the "
             "text has outgrown %s: %s; open the cache with max_context to have it divided once",
             *(f"{text.context:,}", time.perf_counter() - began, f"{self.context:,}"),
-            _changes(before, config),
+            _changes(before, config) or "predictors take less",
         )
 
     def _refusal(self, error: BudgetError) -> BudgetError:

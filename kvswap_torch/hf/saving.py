@@ -34,7 +34,7 @@ from kvswap_torch.hf.saved_checks import (
 )
 from kvswap_torch.hf.saved_facts import tensors_of
 from kvswap_torch.hf.session import Session
-from kvswap_torch.hf.settings import Budget, budget_of
+from kvswap_torch.hf.settings import Budget, FirstPass, budget_of
 from kvswap_torch.hf.trial import try_attention
 from kvswap_torch.hf.weights_digest import weights_of
 from kvswap_torch.saved_path import named, text_of
@@ -81,6 +81,12 @@ class ContinuedDriver(SessionDriver):
         fallbacks = start.session.facts()["fallbacks"]
         if fallbacks:
             warnings.warn(f"KVSwapCache: {fallbacks}", RuntimeWarning, stacklevel=2)
+
+    def _open_for(self, first: FirstPass) -> None:
+        """The session is not opened again: another text begins with the settings that it has."""
+        self.estimates.kinds.clear()
+        self.first_pass = None
+        self.redivision.forget()
 
 
 class Saving:

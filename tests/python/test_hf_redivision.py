@@ -13,6 +13,9 @@ import torch
 
 from kvswap_torch import BudgetError, KVSwapCache, SwapConfig
 from kvswap_torch.errors import KVSwapError, StorageError
+from kvswap_torch.hf import redivision
+from kvswap_torch.hf.growth import ExplainedGrowth
+from kvswap_torch.hf.settings import FirstPass
 from tests.python.faulty_kernel import FaultyKernel, faulty_kernel
 from tests.python.saved_conversation import goes_on
 from tests.python.tiny_models import forward, greedy, has_native, least_named, prompt, tiny_model
@@ -247,6 +250,118 @@ def test_with_a_policy_that_retains_tokens_the_error_names_max_context(model, tm
         budget = least(model, tmp_path, 2000, config=config)
         with KVSwapCache(model, tmp_path, config, budget) as cache:
             read(model, cache, prompt(1, 8000))
+
+
+def one_by_one(model, cache, tokens: int) -> None:
+    for step in range(tokens):
+        forward(model, prompt(1, 1, seed=step)["input_ids"], cache, logits_to_keep=1)
+
+
+@pytest.mark.filterwarnings("ignore:.*the model was made for:RuntimeWarning")
+def test_past_the_models_length_a_division_lasts(tmp_path):
+    short = tiny_model("llama", max_position_embeddings=1024)
+    with KVSwapCache(short, tmp_path, kv_memory_bytes="16MiB") as cache:
+        for tokens in (FIRST, 1000):
+            forward(short, prompt(1, tokens)["input_ids"], cache, logits_to_keep=1)
+        one_by_one(short, cache, 300)
+        assert cache.get_seq_length() == FIRST + 1300
+        assert cache.stats().divided_anew == 1
+        assert cache.stats().divided_for > FIRST + 1300
+
+
+def test_near_the_end_of_its_memory_it_is_divided_once(model, tmp_path):
+    budget = least(model, tmp_path, 2600) + 12000
+    with KVSwapCache(model, tmp_path, kv_memory_bytes=budget) as cache:
+        for tokens in (FIRST, 2000):
+            forward(model, prompt(1, tokens)["input_ids"], cache, logits_to_keep=1)
+        with pytest.raises(BudgetError, match="answer from them, crop"):
+            one_by_one(model, cache, 1000)
+        held = cache.get_seq_length()
+        assert cache.stats().divided_anew <= 2 and held > FIRST + 2000
+        cache.crop(-10)
+        one_by_one(model, cache, 10)
+        assert cache.get_seq_length() == held
+        assert cache.stats().resident_bytes_peak <= budget
+
+
+def test_a_text_is_divided_so_many_times_at_most(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(redivision, "DIVISIONS_MAX", 1, raising=False)
+    with KVSwapCache(model, tmp_path, kv_memory_bytes=least(model, tmp_path, 8192) * 5 // 4) as one:
+        inputs = prompt(1, 7000)
+        with pytest.raises(BudgetError, match="at most 1 times.*stay as they are"):
+            read(model, one, inputs)
+        held, stats = one.get_seq_length(), one.stats()
+        assert stats.divided_anew == 1 and held >= stats.divided_for - CHUNK
+        with one.fork() as fork, pytest.raises(BudgetError, match="at most 1 times"):
+            read(model, fork, inputs, held)
+        one.crop(-10)
+        read(model, one, {name: each[:, :held] for name, each in inputs.items()}, held - 10)
+
+
+def outgrowing(cache) -> torch.Tensor:
+    return prompt(1, cache.stats().divided_for + 1)["input_ids"]
+
+
+def test_a_fork_that_was_emptied_keeps_its_division(model, tmp_path):
+    inputs = prompt(1, 2200)
+    budget = least(model, tmp_path, 8192) * 5 // 4
+    with KVSwapCache(model, tmp_path, kv_memory_bytes=budget) as cache:
+        read(model, cache, {name: each[:, :FIRST] for name, each in inputs.items()})
+        with cache.fork() as fork:
+            read(model, fork, inputs, FIRST)
+            assert fork.stats().divided_anew == 1
+            config, ranks = fork.driver.config, fork.driver.ranks
+            assert config != cache.driver.config
+            ids = outgrowing(fork)
+            fork.crop(-2200)
+            forward(model, ids, fork, logits_to_keep=1)
+            assert fork.driver.config == config and fork.driver.ranks == ranks
+            assert fork.stats().divided_for is None and fork.stats().divided_anew == 0
+            assert torch.isfinite(
+                decoded(model, fork, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+            ).all()
+
+
+def test_a_text_after_another_has_no_projections_yet(model, tmp_path):
+    cache, _ = grown(model, tmp_path)
+    with cache:
+        assert cache.driver.estimates.kinds
+        cache.crop(-cache.get_seq_length())
+        cache.driver._open_for(FirstPass(1, 3000))
+        assert not cache.driver.estimates.kinds, "a rank is chosen as if there were none"
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["the same settings", "none fit"])
+def test_what_predictors_give_up_is_the_sessions(model, tmp_path, monkeypatch, fits):
+    config = ASKED.with_settings({"prefetch.mode": "verify", "selection.score": "logit_sum"})
+    with KVSwapCache(model, tmp_path, config, "1MiB") as cache:
+        read(model, cache, prompt(1, FIRST))
+        driver, before = cache.driver, cache.driver.session.ledger()["limit"]
+        taken = driver.need.beside(driver.config, 1, 1)["predictor"]
+        assert taken > 0
+
+        def search(settled):
+            driver._predictor.take_apart()
+            if not fits:
+                raise BudgetError("kv_memory_bytes: must be at least 1 more")
+            return driver.config, 3000
+
+        monkeypatch.setattr(driver.need, "search", search)
+        driver.redivision.make_room(1, FIRST + 10)
+        assert driver.session.ledger()["limit"] == before + taken
+        assert cache.stats().divided_anew == 1
+        decoded(model, cache, prompt(1, FIRST))
+
+
+def test_what_the_session_refuses_names_what_it_is_divided_for(model, tmp_path):
+    cache, _ = grown(model, tmp_path)
+    with cache:
+        context = cache.stats().divided_for
+        with (
+            pytest.raises(BudgetError, match=f"chosen for {context:,} tokens"),
+            ExplainedGrowth(cache.driver, 0, 10),
+        ):
+            raise BudgetError("kv_memory_bytes: must be larger")
 
 
 # Faults.
