@@ -135,6 +135,7 @@ class Redivision:
             and config.takes_projections
             and config.retention is None
             and config.clusters is None
+            and config.storage.max_disk_bytes is None  # of one file, and a division begins another
             and driver.plug_ins.are_none
             and not parts.index_topk
             and not parts.placement.is_shared

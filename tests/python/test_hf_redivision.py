@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 from collections.abc import Iterator
@@ -438,3 +439,16 @@ def test_a_record_that_cannot_be_read_ends_no_cache(model, tmp_path, disk):
         disk.heal()
         read(model, one, inputs)
         assert torch.isfinite(decoded(model, one, inputs)).all()
+
+
+def test_a_limit_on_the_disk_is_one_of_all_that_is_written(model, tmp_path):
+    """A division begins another file, whose limit would be as large again."""
+    budget = least(model, tmp_path, 8192) * 5 // 4
+    config = dataclasses.replace(
+        ASKED, storage=dataclasses.replace(ASKED.storage, max_disk_bytes=1 << 30)
+    )
+    inputs = prompt(1, 12000)
+    with KVSwapCache(model, tmp_path, config, kv_memory_bytes=budget) as cache:
+        with pytest.raises(BudgetError, match="max_context"):
+            read(model, cache, inputs)
+        assert cache.stats().divided_anew == 0
