@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Of one writer at a time. A run that is killed leaves the old file, and one beside it.
+    """Of one writer at a time. A run that is killed leaves the old file, and a half-written one.
 
     Raises
     ------

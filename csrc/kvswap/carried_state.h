@@ -10,7 +10,7 @@
 
 namespace kvswap {
 
-/// What an engine of this process holds, for another one that goes on from it: its files of
+/// What an engine of this process holds, for another one that continues it: its files of
 /// records, and all the rest in a file without a name.
 ///
 /// The engine goes on, too, or is destroyed. Thread rules: one thread at a time.
@@ -25,7 +25,7 @@ class CarriedState {
   /// Writes to the engine's directory. Throws as throw_status() does: then the engine is as it was.
   CarriedState(Engine& engine, Summaries summaries);
 
-  /// An engine that goes on from it; may be called again. options: of the engine that it is of;
+  /// An engine that continues it; may be called again. options: of the engine that it is of;
   /// where summaries are made again perhaps with lower ranks, other rows, groups, pages and budget.
   std::unique_ptr<Engine> open(EngineOptions options, ParallelFor parallel) const;
 

@@ -23,7 +23,7 @@ class CacheStats:
     """Counts since the cache was opened; prints as a table, as plain lines where rich is missing.
 
     With a budget and no `max_context` they begin with the settings of a text: anew after `reset`.
-    Where the budget was divided anew they go on, but for what audits and the timeline have seen.
+    Where the budget was divided anew they go on, except what audits and the timeline have seen.
 
     Parameters
     ----------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -409,13 +410,19 @@ def test_a_fault_loses_nothing(model, tmp_path, disk, call, lasts):
     assert failures > 0 or not lasts
 
 
-def test_while_the_disk_fails_each_use_says_so(model, tmp_path, disk):
+@contextlib.contextmanager
+def on_a_disk_that_fails(model, path, disk) -> Iterator[tuple[KVSwapCache, dict[str, Any]]]:
+    """A cache that holds 1,900 of 2,200 tokens, no read of which succeeds until the disk heals."""
     inputs = prompt(1, 2200)
-    head = {name: each[:, :1900] for name, each in inputs.items()}
     disk.heal()
-    with KVSwapCache(model, tmp_path, kv_memory_bytes=least(model, tmp_path, 8192) * 5 // 4) as one:
-        read(model, one, head)
+    with KVSwapCache(model, path, kv_memory_bytes=least(model, path, 8192) * 5 // 4) as one:
+        read(model, one, {name: each[:, :1900] for name, each in inputs.items()})
         disk.arm("read", lasts=True, name="")
+        yield one, inputs
+
+
+def test_while_the_disk_fails_each_use_says_so(model, tmp_path, disk):
+    with on_a_disk_that_fails(model, tmp_path, disk) as (one, inputs):
         for _ in range(3):
             with pytest.raises(StorageError):
                 read(model, one, inputs, 1900)
@@ -427,12 +434,7 @@ def test_while_the_disk_fails_each_use_says_so(model, tmp_path, disk):
 
 
 def test_a_record_that_cannot_be_read_ends_no_cache(model, tmp_path, disk):
-    inputs = prompt(1, 2200)
-    head = {name: each[:, :1900] for name, each in inputs.items()}
-    disk.heal()
-    with KVSwapCache(model, tmp_path, kv_memory_bytes=least(model, tmp_path, 8192) * 5 // 4) as one:
-        read(model, one, head)
-        disk.arm("read", lasts=True, name="")
+    with on_a_disk_that_fails(model, tmp_path, disk) as (one, inputs):
         with pytest.raises(StorageError):
             read(model, one, inputs, 1900)
         one.reset()

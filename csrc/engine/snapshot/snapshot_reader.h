@@ -15,8 +15,7 @@
 namespace kvswap {
 
 /// Fills an empty session that was opened over ParentFiles with what a saved one held, or one that
-/// it goes on from. load() reads no record but those of a reuse buffer that it fills
-/// (load_reuse()).
+/// it continues. load() reads no record but those of a reuse buffer that it fills (load_reuse()).
 ///
 /// Everything is checked against what the session is before it is used. After an error the session
 /// holds a part of it, and is only to be destroyed. Not thread-safe.

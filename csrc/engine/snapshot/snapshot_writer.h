@@ -18,7 +18,7 @@
 
 namespace kvswap {
 
-/// What who goes on from a session has of its summaries.
+/// What an engine that continues a session is given of its summaries.
 enum class SharedRows {
   kAll,
   kNone,  // but those that are made without projections: the others are made again
